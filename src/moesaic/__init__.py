@@ -1,0 +1,21 @@
+"""moesaic turns a dense language model into a Mixture-of-Experts, without training."""
+
+from moesaic._version import __version__
+from moesaic.convert import convert
+from moesaic.errors import MoesaicError
+from moesaic.evaluate import perplexity
+from moesaic.layout import Layout
+from moesaic.recipe import RECIPES, Recipe, load_recipe
+from moesaic.report import ConversionReport
+
+__all__ = [
+    "RECIPES",
+    "ConversionReport",
+    "Layout",
+    "MoesaicError",
+    "Recipe",
+    "__version__",
+    "convert",
+    "load_recipe",
+    "perplexity",
+]

@@ -1,0 +1,3 @@
+from moesaic.cli import main
+
+main()

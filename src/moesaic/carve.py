@@ -1,0 +1,102 @@
+"""Cuts one dense FFN into the weights of a MoE block.
+
+Shape suffixes: D hidden_size, F neurons, S shared neurons, R routed experts, M neurons of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import pad
+
+from moesaic.adapters import DenseFFN
+from moesaic.grouping import GROUPING
+from moesaic.importance import IMPORTANCE
+from moesaic.layout import Sizes
+from moesaic.modeling import MoesaicBlock
+from moesaic.profile import Profile
+from moesaic.recipe import Recipe
+from moesaic.routers import ROUTERS
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which neurons are shared, which make up each routed expert, and who represents it.
+
+    shared, experts and dropped neurons together are a permutation of the FFN's neurons; only
+    static pruning drops any.
+    """
+
+    shared_S: NDArray[np.int64]
+    experts_RM: NDArray[np.int64]  # R = 0 for static pruning
+    representative_R: NDArray[np.int64]
+
+
+def partition(
+    profile: Profile, ffn: DenseFFN, recipe: Recipe, sizes: Sizes, generator: np.random.Generator
+) -> Partition:
+    """Applies a recipe's importance, grouping and router ingredients to one FFN's statistics."""
+    score_F = IMPORTANCE[recipe.importance](profile, ffn, generator)
+    order_F = np.argsort(-score_F, kind="stable")  # ties: lowest index first
+    group, route = GROUPING[recipe.grouping], ROUTERS[recipe.router]
+    if group is None or route is None:
+        none = np.empty(0, dtype=np.int64)
+        return Partition(np.sort(order_F[: sizes.active]), none.reshape(0, 0), none)
+    shared_S = np.sort(order_F[: sizes.shared])
+    candidates_N = np.sort(order_F[sizes.shared :])
+    experts_RM = group(profile, candidates_N, sizes.num_routed, recipe.kmeans_rounds, generator)
+    return Partition(shared_S, experts_RM, route(profile, experts_RM, generator))
+
+
+@torch.no_grad()
+def carve(ffn: DenseFFN, parts: Partition, recipe: Recipe, config: Any) -> MoesaicBlock:
+    """The block whose weights are rows of `gate` and `up` and columns of `down`, copied.
+
+    The router copies the representatives' rows (paper, Section 4.2), scaled to unit length where
+    the recipe says so. Costs one copy of the FFN's weights.
+    """
+    with torch.device("meta"):
+        block = MoesaicBlock(config)
+    state: dict[str, torch.Tensor] = {}
+
+    def rows(name: str, source: DenseFFN, index: NDArray[np.int64]) -> None:
+        index_t = torch.from_numpy(index).to(source.up_FD.device)
+        for part, weight, bias in (
+            ("gate_proj", source.gate_FD, source.gate_bias_F),
+            ("up_proj", source.up_FD, source.up_bias_F),
+        ):
+            if weight is not None:
+                state[f"{name}.{part}.weight"] = weight[index_t]
+            if bias is not None:
+                state[f"{name}.{part}.bias"] = bias[index_t]
+
+    if len(parts.shared_S):
+        rows("shared_expert", ffn, parts.shared_S)
+        state["shared_expert.down_proj.weight"] = ffn.down_DF[:, torch.from_numpy(parts.shared_S)]
+    if len(parts.experts_RM):
+        rows("router", ffn.with_unit_rows() if recipe.normalise else ffn, parts.representative_R)
+        scale_R = ffn.up_FD.new_zeros(len(parts.experts_RM))
+        state |= {"router.expert_scale": scale_R, "router.selection_bias": scale_R.clone()}
+        experts = torch.from_numpy(parts.experts_RM).to(ffn.up_FD.device)
+        name = "gate_up_proj" if ffn.gated else "up_proj"
+        missing = config.moesaic["padded_size"] - experts.shape[1]
+
+        def stack(*parts: torch.Tensor | None) -> torch.Tensor:
+            """Rows of each expert (R, M, ...), padded with zero rows, gate before up."""
+            stacks = [part[experts] for part in parts if part is not None]
+            widths = [0, 0] * (stacks[0].ndim - 2) + [0, missing]
+            return torch.cat([pad(stack_RMD, widths) for stack_RMD in stacks], dim=1)
+
+        state[f"experts.{name}"] = stack(ffn.gate_FD, ffn.up_FD)
+        if ffn.up_bias_F is not None:
+            state[f"experts.{name}_bias"] = stack(ffn.gate_bias_F, ffn.up_bias_F)
+        state["experts.down_proj"] = stack(ffn.down_DF.T).transpose(1, 2)
+    if ffn.down_bias_D is not None:
+        state["output_bias"] = ffn.down_bias_D.clone()
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
+    block.load_state_dict(state, assign=True)
+    return block.eval()

@@ -1,0 +1,213 @@
+"""The output folder: written layer by layer beside its final name, which it gets only when whole.
+
+DIR.partial holds one safetensors shard per converted layer (already in its final form, so nothing
+is written twice) and draft.json, which says what run they belong to. A killed run leaves it for
+`--resume`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from moesaic.errors import MoesaicError
+from moesaic.measure import LayerReport
+from moesaic.modeling import MoesaicBlock
+
+_DRAFT = "draft.json"
+SHARD_SIZE = "5GB"
+
+
+class UnfinishedError(MoesaicError):
+    """Writing failed for a reason outside the input: what is finished is kept for `--resume`."""
+
+
+def check_output(output: Path, overwrite: bool, resume: bool) -> None:
+    """Raises MoesaicError where `output` or its draft exists and may not be replaced."""
+    draft = draft_folder(output)
+    if draft.exists() and not resume and not overwrite:
+        raise MoesaicError(
+            f"{draft} is left from an unfinished run; pass --resume to go on with it or "
+            "--overwrite to start again"
+        )
+    if not output.exists():
+        if output.parent.exists() and not output.parent.is_dir():
+            raise MoesaicError(f"output {output}: {output.parent} is not a folder")
+        return
+    if not overwrite:
+        raise MoesaicError(f"output {output} exists; choose another or pass --overwrite")
+    made_by_us = False
+    if (output / "config.json").is_file():
+        try:
+            made_by_us = '"moesaic"' in (output / "config.json").read_text()
+        except (OSError, UnicodeDecodeError):
+            made_by_us = False
+    if not made_by_us and not (output.is_dir() and not any(output.iterdir())):
+        raise MoesaicError(
+            f"output {output} is not a model made by moesaic, so --overwrite leaves it alone; "
+            "choose another folder"
+        )
+
+
+def check_space(output: Path, needed: int) -> None:
+    """Raises MoesaicError where the disk has less room than the model takes."""
+    parent = output.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise MoesaicError(
+            f"output {output}: the model takes {needed / 1e9:.2f} GB, the disk has "
+            f"{free / 1e9:.2f} GB free; make room or choose another disk"
+        )
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turns a full disk or a forbidden folder into one line that says what is kept."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if full:
+            raise UnfinishedError(
+                f"no space left while writing {output}; finished layers are kept in "
+                f"{draft_folder(output)}: make room and run again with --resume"
+            ) from error
+        raise UnfinishedError(f"cannot write {output}: {error}") from error
+
+
+@contextmanager
+def discarded_on_bad_input(draft: Path | None) -> Iterator[None]:
+    """Leaves no draft behind where the input (not the disk, not a kill) ended the run."""
+    try:
+        yield
+    except UnfinishedError:
+        raise
+    except MoesaicError:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def draft_folder(output: Path) -> Path:
+    return output.with_name(output.name + ".partial")
+
+
+def open_draft(output: Path, run: dict[str, Any], resume: bool) -> Path:
+    """Creates DIR.partial, or takes it up again where it belongs to the same run.
+
+    Raises MoesaicError for a draft that was started with other settings.
+    """
+    draft = draft_folder(output)
+    if draft.exists() and resume:
+        try:
+            started = json.loads((draft / _DRAFT).read_text())
+        except (OSError, ValueError) as error:
+            raise MoesaicError(
+                f"{draft} cannot be resumed ({error}); pass --overwrite to start again"
+            ) from error
+        for key in sorted(set(run) | set(started)):
+            if run.get(key) != started.get(key):
+                raise MoesaicError(
+                    f"{draft} was started with {key} = {started.get(key)}, this run has "
+                    f"{run.get(key)}; run with the same settings, or pass --overwrite"
+                )
+        return draft
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    (draft / _DRAFT).write_text(json.dumps(run, indent=2, sort_keys=True) + "\n")
+    return draft
+
+
+def _layer_file(draft: Path, layer: int) -> Path:
+    return draft / f"model-ffn-{layer:05d}.safetensors"
+
+
+def save_layer(
+    draft: Path, layer: int, prefix: str, block: MoesaicBlock, report: LayerReport
+) -> None:
+    """Writes one converted FFN and its report as a shard, complete or not at all."""
+    tensors = {f"{prefix}.{k}": v.cpu().contiguous() for k, v in block.state_dict().items()}
+    report_json = json.dumps(report.to_dict(timing=False))
+    _save(tensors, _layer_file(draft, layer), {"report": report_json})
+
+
+def load_layer(
+    draft: Path, layer: int, prefix: str, config: Any
+) -> tuple[MoesaicBlock, LayerReport] | None:
+    """A layer that an earlier run finished, or None."""
+    path = _layer_file(draft, layer)
+    if not path.is_file():
+        return None
+    with safe_open(path, "pt") as shard:
+        report = json.loads(shard.metadata()["report"])
+    state = {k.removeprefix(f"{prefix}."): v for k, v in load_file(path).items()}
+    with torch.device("meta"):
+        block = MoesaicBlock(config)
+    block.load_state_dict(state, assign=True)
+    return block.eval(), LayerReport(seconds=0.0, **report)
+
+
+def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[str, str]) -> None:
+    """Completes the draft and gives it its name.
+
+    Writes the weights outside the FFNs, the index, configuration with its code, generation
+    configuration, tokenizer and `files` (name to text).
+    """
+    weight_map: dict[str, str] = {}
+    for path in sorted(draft.glob("model-ffn-*.safetensors")):
+        with safe_open(path, "pt") as shard:
+            weight_map |= dict.fromkeys(shard.keys(), path.name)
+    tied = set(model.all_tied_weights_keys)
+    state = {k: v for k, v in model.state_dict().items() if k not in weight_map and k not in tied}
+    shards = split_torch_state_dict_into_shards(
+        state, filename_pattern="model-rest{suffix}.safetensors", max_shard_size=SHARD_SIZE
+    )
+    for name, keys in shards.filename_to_tensors.items():
+        _save({key: state[key].cpu().contiguous() for key in keys}, draft / name, {})
+        weight_map |= dict.fromkeys(keys, name)
+    bytes_total = sum(t.nbytes for k, t in model.state_dict().items() if k not in tied)
+    index = {"metadata": {"total_size": bytes_total}, "weight_map": weight_map}
+    files = files | {
+        "model.safetensors.index.json": json.dumps(index, indent=2, sort_keys=True) + "\n"
+    }
+    for name, text in files.items():
+        (draft / name).write_text(text)
+    model.config.save_pretrained(draft)
+    if model.can_generate():
+        model.generation_config.save_pretrained(draft)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(draft)
+    (draft / _DRAFT).unlink()
+    _take_name(draft, output)
+
+
+def _take_name(draft: Path, output: Path) -> None:
+    old = output.with_name(output.name + ".old")
+    if output.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        output.rename(old)
+    draft.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    part = path.with_suffix(".part")
+    save_file(tensors, part, {"format": "pt"} | metadata)
+    with part.open("rb+") as file:
+        os.fsync(file.fileno())
+    part.chmod(path.parent.joinpath(_DRAFT).stat().st_mode)  # safetensors makes private files
+    part.rename(path)

@@ -1,0 +1,331 @@
+"""Converts a dense model layer by layer: the thin loop around the ingredients.
+
+Calibration is sequential: a layer is profiled on inputs that have passed through the converted
+layers before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from moesaic import checkpoint
+from moesaic.adapters import find_ffns
+from moesaic.card import licence_of, model_card
+from moesaic.carve import carve, partition
+from moesaic.data import has_heldout_split, sample_windows, to_ids
+from moesaic.errors import MoesaicError
+from moesaic.evaluate import perplexity
+from moesaic.layout import Layout
+from moesaic.load import choose_device, load_config, load_model, load_tokenizer, resolve
+from moesaic.measure import LayerMeter
+from moesaic.modeling import install_block
+from moesaic.plan import Plan, make_plan
+from moesaic.profile import profile_ffn
+from moesaic.recipe import Recipe
+from moesaic.report import ConversionReport
+from moesaic.stream import Stream
+
+HELDOUT_TOKENS = 16_384  # tokens on which the card's perplexities are measured
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A conversion whose every input has been checked and read, but for the weights."""
+
+    plan: Plan
+    tokenizer: Any
+    windows_NL: torch.Tensor
+    heldout_ids: torch.Tensor | None
+    heldout: str | None
+
+
+def prepare(
+    model: Any,
+    recipe: str | Path | Recipe,
+    layout: str | Layout,
+    calibration: Any,
+    *,
+    tokenizer: Any = None,
+    output: Path | None = None,
+    samples: int = 8,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    resume: bool = False,
+    trust_remote_code: bool = False,
+) -> Prepared:
+    """Checks all of a conversion's input and reads its text (`--dry-run` ends here).
+
+    Raises MoesaicError for any bad input but broken weights; writes nothing.
+    """
+    in_memory = not isinstance(model, str | Path)
+    name = (model.config.name_or_path or type(model).__name__) if in_memory else str(model)
+    config = model.config if in_memory else load_config(model, trust_remote_code)
+    todo = make_plan(config, name, recipe, layout, sequence_length, trust_remote_code)
+    if samples < 1:
+        raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
+    if output is not None:
+        checkpoint.check_output(output, overwrite, resume)
+    if tokenizer is None and in_memory:
+        tokenizer = _tokenizer_or_none(config.name_or_path, trust_remote_code)
+    elif tokenizer is None:
+        tokenizer = load_tokenizer(model, trust_remote_code)
+    ids = to_ids(calibration, tokenizer)
+    ids, heldout_ids, heldout = _hold_out(ids, calibration, tokenizer, todo.sequence_length)
+    windows_NL = sample_windows(ids, samples, todo.sequence_length, seed)
+    return Prepared(todo, tokenizer, windows_NL, heldout_ids, heldout)
+
+
+def convert(
+    model: Any,
+    recipe: str | Path | Recipe = "cmoe",
+    layout: str | Layout = "S3A3E8",
+    calibration: Any = "wikitext2",
+    *,
+    tokenizer: Any = None,
+    output: str | Path | None = None,
+    samples: int = 8,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    trust_remote_code: bool = False,
+    command: str | None = None,
+    progress: bool = False,
+) -> tuple[Any, ConversionReport]:
+    """Turns a dense causal language model into a mixture of experts, without training.
+
+    `model` is a hub id, a folder, `demo`, or a model in memory, which is changed in place (its
+    FFNs are replaced, its class becomes MoesaicForCausalLM). `calibration` is a SOURCE (see
+    `moesaic.data.read_documents`), a list of strings, a `datasets.Dataset`, or token ids: one
+    row, from which `samples` windows of `sequence_length` are drawn, or a matrix of windows.
+    `output` writes the model folder, layer by layer and resumable, and measures perplexity
+    before and after on held-out text.
+
+    Returns the converted model and its report. Raises MoesaicError for any bad input, before
+    anything is written. Time: about two forward passes over the calibration tokens; memory: the
+    dense weights, one layer more, and the inputs of one layer for all tokens.
+    """
+    started = time.perf_counter()
+    target = Path(output) if output is not None else None
+    ready = prepare(
+        model, recipe, layout, calibration, tokenizer=tokenizer, output=target, samples=samples,
+        sequence_length=sequence_length, seed=seed, overwrite=overwrite, resume=resume,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    todo, windows_NL, heldout_ids = ready.plan, ready.windows_NL, ready.heldout_ids
+    compute = choose_device(device)
+    in_memory = not isinstance(model, str | Path)
+    dense = model if in_memory else load_model(model, dtype, trust_remote_code)
+    if any(p.is_meta for p in dense.parameters()):
+        raise MoesaicError(
+            f"{todo.model} has weights that are not in memory; pass its folder instead"
+        )
+    dense.eval()
+    if _fits(dense, compute):
+        dense.to(compute)
+    ffns = find_ffns(dense)
+    _check_vocabulary(dense, windows_NL)
+
+    report = ConversionReport(
+        model=todo.model,
+        recipe=todo.recipe.to_dict(),
+        layout=str(todo.layout),
+        shape=todo.shape,
+        calibration=_source_name(calibration),
+        tokens=windows_NL.numel(),
+        sequence_length=windows_NL.shape[1],
+        seed=seed,
+        active_ffn_fraction=todo.sizes.active / todo.sizes.total,
+        dense_macs=todo.dense_macs.total,
+        macs=todo.macs.total,
+    )
+    todo.config.moesaic["calibration"] = {
+        "source": report.calibration,
+        "tokens": report.tokens,
+        "sequence_length": report.sequence_length,
+        "seed": seed,
+    }
+    todo.config.dtype = str(dense.dtype).removeprefix("torch.")
+    draft = None
+    if target is not None:
+        checkpoint.check_space(target, sum(p.nbytes for p in dense.parameters()))
+        if heldout_ids is not None:
+            report.heldout = ready.heldout
+            report.dense_perplexity, report.heldout_tokens = perplexity(
+                dense, heldout_ids, todo.sequence_length, HELDOUT_TOKENS
+            )
+        run = _fingerprint(todo.model, in_memory, report, windows_NL, dense.dtype)
+        with checkpoint.writing(target):
+            draft = checkpoint.open_draft(target, run, resume)
+    with checkpoint.discarded_on_bad_input(draft):
+        stream = Stream(ffns, windows_NL, compute)
+        _convert_layers(stream, todo, report, draft, progress)
+        _become_ours(dense, todo.config)
+        if draft is not None and heldout_ids is not None:
+            report.perplexity, _ = perplexity(
+                dense, heldout_ids, todo.sequence_length, HELDOUT_TOKENS
+            )
+    if target is not None and draft is not None:
+        licence = None if in_memory else licence_of(resolve(model))
+        call = f"moesaic.convert({todo.model!r}, {todo.recipe.name!r}, {str(todo.layout)!r})"
+        files = {
+            "README.md": model_card(report, todo.config, licence, command or call),
+            "moesaic_report.json": json.dumps(report.to_dict(timing=False), indent=2) + "\n",
+        }
+        with checkpoint.writing(target):
+            checkpoint.finish(draft, target, dense, ready.tokenizer, files)
+    report.seconds = time.perf_counter() - started
+    return dense, report
+
+
+def _convert_layers(
+    stream: Stream, todo: Plan, report: ConversionReport, draft: Path | None, progress: bool
+) -> None:
+    """The loop: profile, partition, carve, pass on. Layers that the draft holds are only passed."""
+    ffns, recipe, config = stream.ffns, todo.recipe, todo.config
+    clock = _Clock(report.step_seconds)
+    console = Console(stderr=True)
+    for layer in track(
+        range(len(ffns.layers)), "converting layers", console=console, disable=not progress
+    ):
+        begun = time.perf_counter()
+        module = ffns.layers[layer]
+        home = next(module.parameters()).device
+        module.to(stream.device)
+        _check_finite(stream, module, layer)
+        clock("check")
+        prefix = ffns.state_prefix(layer)
+        done = checkpoint.load_layer(draft, layer, prefix, config) if draft else None
+        if done is not None:
+            install_block(ffns.base, config, layer, done[0].to(stream.device))
+            stream.advance(layer)
+            report.layers.append(done[1])
+        else:
+            ffn = ffns.read(layer)
+            try:
+                inputs = stream.ffn_inputs(layer)
+                profile = profile_ffn(inputs, ffn, recipe.activation_top_k, recipe.normalise)
+            except MoesaicError as error:
+                raise MoesaicError(f"layer {layer} of {report.model}: {error}") from error
+            clock("profile")
+            generator = np.random.default_rng([report.seed, layer])
+            parts = partition(profile, ffn, recipe, todo.sizes, generator)
+            clock("partition")
+            block = carve(ffn, parts, recipe, config)
+            install_block(ffns.base, config, layer, block)
+            clock("carve")
+            meter = LayerMeter(ffn, parts, block)
+            stream.advance(layer, meter)
+            clock("advance and measure")
+            report.layers.append(meter.report(layer, time.perf_counter() - begun))
+            if draft is not None:
+                with checkpoint.writing(draft):
+                    checkpoint.save_layer(draft, layer, prefix, block, report.layers[-1])
+                clock("write")
+        module.to(home)
+
+
+def _check_finite(stream: Stream, module: torch.nn.Module, layer: int) -> None:
+    for name, parameter in module.named_parameters():
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
+            raise MoesaicError(f"layer {layer}: the weights {name!r} hold NaN or infinity")
+    if not torch.isfinite(stream.hidden_NLD.sum(dtype=torch.float32)):
+        where = f"the output of layer {layer - 1}" if layer else "the embeddings"
+        raise MoesaicError(f"layer {layer}: its inputs, {where}, hold NaN or infinity")
+
+
+def _become_ours(dense: Any, config: Any) -> None:
+    """The dense model object, its FFNs replaced, becomes what loading the saved folder gives."""
+    from transformers import AutoModelForCausalLM
+
+    previous = dense.config
+    config._attn_implementation = previous._attn_implementation
+    dense.__class__ = AutoModelForCausalLM._model_mapping[type(config)]
+    for module in dense.modules():
+        if getattr(module, "config", None) is previous:
+            module.config = config
+
+
+def _hold_out(
+    ids: torch.Tensor, calibration: Any, tokenizer: Any, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None, str | None]:
+    """Text for the card's perplexities: the source's own split, or the last tenth of the tokens."""
+    if has_heldout_split(calibration):
+        return ids, to_ids(calibration, tokenizer, heldout=True), f"{calibration}, held-out split"
+    if ids.ndim != 1 or len(ids) < 10 * length:
+        return ids, None, None
+    cut = len(ids) - len(ids) // 10
+    return ids[:cut], ids[cut:], f"last tenth of {_source_name(calibration)}"
+
+
+def _fingerprint(
+    name: str, in_memory: bool, report: ConversionReport, windows_NL: torch.Tensor, dtype: Any
+) -> dict[str, Any]:
+    """What must be equal for finished layers to be worth keeping."""
+    folder = Path(name) if in_memory else Path(resolve(name))
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return {
+        "model": name,
+        "weights": [[file.name, file.stat().st_size] for file in files],
+        "recipe": report.recipe,
+        "layout": report.layout,
+        "seed": report.seed,
+        "dtype": str(dtype),
+        "calibration tokens": hashlib.sha256(windows_NL.numpy().tobytes()).hexdigest(),
+        "moesaic": version("moesaic"),
+    }
+
+
+def _source_name(calibration: Any) -> str:
+    if isinstance(calibration, str | Path):
+        return Path(calibration).name if Path(calibration).exists() else str(calibration)
+    return f"a {type(calibration).__name__} in memory"
+
+
+def _tokenizer_or_none(name: str, trust_remote_code: bool) -> Any:
+    try:
+        return load_tokenizer(name, trust_remote_code) if name else None
+    except MoesaicError:
+        return None
+
+
+def _check_vocabulary(model: Any, ids: torch.Tensor) -> None:
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
+        raise MoesaicError(
+            f"calibration token ids reach {int(ids.max())}, the model knows 0..{vocabulary - 1}: "
+            "the tokenizer is not this model's"
+        )
+
+
+def _fits(model: Any, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return bool(sum(p.nbytes for p in model.parameters()) < 0.7 * free)
+
+
+class _Clock:
+    """Adds the time since the last call to a named step."""
+
+    def __init__(self, steps: dict[str, float]):
+        self.steps, self.last = steps, time.perf_counter()
+
+    def __call__(self, step: str) -> None:
+        now = time.perf_counter()
+        self.steps[step] = self.steps.get(step, 0.0) + now - self.last
+        self.last = now

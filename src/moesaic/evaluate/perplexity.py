@@ -1,0 +1,66 @@
+"""Perplexity, with its convention.
+
+The text is one row of tokens cut into consecutive windows of L tokens that do not overlap; each
+window is scored on its own and its first token is not predicted. Perplexity is
+exp(sum of the token losses / number of predicted tokens). A last, shorter window counts if it
+predicts anything. (Not the mean of per-window means, which weighs a short window too much.)
+
+Shape suffixes: B windows of a batch, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from moesaic.errors import MoesaicError
+
+_BATCH_TOKENS = 4096
+
+
+@torch.no_grad()
+def perplexity(
+    model: Any,
+    ids: torch.Tensor,
+    sequence_length: int,
+    max_tokens: int | None = None,
+    progress: Callable[[int], Any] | None = None,
+) -> tuple[float, int]:
+    """Perplexity of a row of token ids, and the number of tokens predicted.
+
+    Costs one forward pass over the first `max_tokens` tokens. Raises MoesaicError for a text of
+    fewer than two tokens, ids outside the vocabulary and a loss that is not finite.
+    """
+    ids = ids[:max_tokens]
+    if len(ids) < 2:
+        raise MoesaicError(f"perplexity needs at least 2 tokens, the text has {len(ids)}")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if int(ids.max()) >= vocabulary:
+        raise MoesaicError(
+            f"the text has token {int(ids.max())}, the model knows {vocabulary}: "
+            "the tokenizer is not this model's"
+        )
+    device = model.get_input_embeddings().weight.device
+    total, count = 0.0, 0
+    for ids_BL in _windows(ids, sequence_length):
+        logits_BLV = model(input_ids=ids_BL.to(device), use_cache=False).logits[:, :-1].float()
+        targets_BL = ids_BL[:, 1:].to(logits_BLV.device)
+        loss = cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum")
+        total, count = total + loss.item(), count + targets_BL.numel()
+        if progress is not None:
+            progress(ids_BL.numel())
+    if not math.isfinite(total):
+        raise MoesaicError(f"the model's loss is {total / count}: its weights or activations broke")
+    return math.exp(min(total / count, 700.0)), count
+
+
+def _windows(ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
+    whole = len(ids) // length * length
+    if whole:
+        yield from ids[:whole].view(-1, length).split(max(1, _BATCH_TOKENS // length))
+    if len(ids) - whole >= 2:
+        yield ids[None, whole:]

@@ -1,0 +1,113 @@
+"""Work per token: multiply-accumulates of matrix products with weights.
+
+The count of the paper's efficiency table (Table 5): every weight of a matrix product counts once
+per token, the head for every token, embeddings and element-wise work not at all. Attention
+scores, which grow with the context, stand on a line of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from moesaic.adapters import find_ffns
+from moesaic.errors import MoesaicError
+from moesaic.modeling import MoesaicBlock
+
+
+@dataclass(frozen=True)
+class Macs:
+    """Multiply-accumulates for a number of tokens; `scores` is outside `total`."""
+
+    attention: float
+    ffn: float
+    router: float
+    head: float
+    scores: float
+    active_ffn_fraction: float = 1.0
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.ffn + self.router + self.head
+
+
+def meta_model(config: Any, trust_remote_code: bool = False) -> Any:
+    """The model of a configuration without its weights (on the meta device).
+
+    Raises MoesaicError where transformers has no causal language model for it.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise MoesaicError(f"{config.model_type} is no causal language model: {reason}") from error
+
+
+def count_macs(model: Any, tokens: int) -> Macs:
+    """Counts a dense or converted model, with or without weights, for a context of `tokens`.
+
+    Raises MoesaicError for a family whose FFNs are not recognised.
+    """
+    config = model.config
+    fraction = 1.0
+    if config.model_type == "moesaic":
+        moe = config.moesaic
+        total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
+        fraction = (moe["shared_size"] + moe["num_active"] * moe["expert_size"]) / total
+        blocks = [module for module in model.modules() if isinstance(module, MoesaicBlock)]
+        ffn = sum(_active_weights(block) for block in blocks)
+        router = sum(_matrices(block.router) for block in blocks)
+        inside = sum(_matrices(block) for block in blocks)
+    else:
+        found = find_ffns(model)
+        layers = range(len(found.layers))
+        ffn = inside = sum(
+            tensor.numel()
+            for layer in layers
+            for tensor in found.read(layer).tensors().values()
+            if tensor.ndim == 2
+        )
+        router = 0
+    head = model.get_output_embeddings().weight.numel()
+    return Macs(
+        attention=(_matrices(model) - inside - head) * tokens,
+        ffn=ffn * tokens,
+        router=router * tokens,
+        head=head * tokens,
+        scores=_scores(config.get_text_config(), tokens),
+        active_ffn_fraction=fraction,
+    )
+
+
+def _matrices(module: nn.Module | None) -> int:
+    """Weights of all matrix products inside a module."""
+    if module is None:
+        return 0
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear | Conv1D))
+
+
+def _active_weights(block: MoesaicBlock) -> int:
+    """Weights of shared and routed experts that one token uses."""
+    weights = _matrices(block.shared_expert)
+    if block.experts is not None and block.router is not None:
+        stacked = sum(p.numel() for p in block.experts.parameters() if p.ndim == 3)
+        weights += stacked // block.experts.num_experts * block.router.num_active
+    return weights
+
+
+def _scores(config: Any, tokens: int) -> float:
+    """Queries times keys and probabilities times values, causal, within sliding windows."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    seen = 0
+    for kind in types:
+        reach = min(window, tokens) if window and kind == "sliding_attention" else tokens
+        seen += reach * (reach + 1) // 2 + (tokens - reach) * reach
+    return float(2 * config.num_attention_heads * head_dim * seen)

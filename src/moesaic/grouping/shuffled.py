@@ -1,0 +1,17 @@
+"""Random grouping: the reference that any clustering has to beat."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.profile import Profile
+
+
+def shuffled(
+    profile: Profile,
+    candidates_N: NDArray[np.int64],
+    num_routed: int,
+    rounds: int,
+    generator: np.random.Generator,
+) -> NDArray[np.int64]:
+    """Neurons of each expert (R, M), drawn at random."""
+    return np.sort(generator.permutation(candidates_N).reshape(num_routed, -1), axis=1)

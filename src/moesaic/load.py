@@ -1,0 +1,127 @@
+"""Loads models and tokenizers, with errors that say what to do next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import moesaic.modeling  # noqa: F401 - registers our architecture with transformers
+from moesaic.demo import demo_path
+from moesaic.errors import MoesaicError, unknown
+
+DTYPES = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve(model: str | Path) -> str:
+    """Folder or hub id of a model; `demo` is the embedded one.
+
+    Raises MoesaicError for a path that exists and is no model folder.
+    """
+    if str(model) == "demo":
+        return str(demo_path())
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise MoesaicError(f"{path} is no model folder: it has no config.json")
+        return str(path)
+    if path.exists():
+        raise MoesaicError(f"{path} is a file; give a model folder or a hub id")
+    if str(model).count("/") > 1 or str(model).startswith((".", "/", "~")):
+        raise MoesaicError(f"no such model folder: {path}")
+    return str(model)
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """`auto` is the first GPU where there is one. Raises MoesaicError for one that is not there."""
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise MoesaicError(
+            f"device {str(device)!r} is not usable here ({reason}); try auto, cpu or cuda"
+        ) from error
+    return chosen
+
+
+def choose_dtype(dtype: str) -> Any:
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    return DTYPES[dtype]
+
+
+def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model folder or hub id, or of a config.json on its own."""
+    path = Path(model)
+    where = str(path) if path.is_file() and path.suffix == ".json" else resolve(model)
+    try:
+        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _cannot_load(model, error) from error
+
+
+def load_model(
+    model: str | Path, dtype: str = "auto", trust_remote_code: bool = False, device: Any = "cpu"
+) -> Any:
+    """A causal language model in evaluation mode, every weight of it read from the checkpoint.
+
+    Raises MoesaicError for what is no model, an unsupported family, truncated or tampered files,
+    and weights that are missing or of another shape (transformers would fill them at random).
+    """
+    config = load_config(model, trust_remote_code)
+    try:
+        loaded: Any
+        info: dict[str, Any]
+        loaded, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            resolve(model),
+            dtype=choose_dtype(dtype),
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if "Unrecognized configuration class" in str(error):
+            raise MoesaicError(
+                f"{model} ({config.model_type}) is no causal language model"
+            ) from error
+        raise _cannot_load(model, error) from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if broken := sorted(str(key) for key in info.get(what) or ()):
+            raise MoesaicError(
+                f"{model}: {len(broken)} weights are {what.split('_')[0]} in the checkpoint, "
+                f"among them {broken[0]}; fetch the model again"
+            )
+    return loaded.to(device).eval()
+
+
+def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(resolve(model), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise MoesaicError(f"{model} has no usable tokenizer: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
+    line = _first_line(error)
+    if not Path(model).exists() and str(model) != "demo":
+        return MoesaicError(
+            f"{model}: no such folder, and the hub has no such model or cannot be reached ({line})"
+        )
+    return MoesaicError(f"cannot load {model}: {line}")

@@ -1,0 +1,10 @@
+"""The converted model's architecture, registered with transformers' Auto classes (leaf)."""
+
+from transformers import AutoConfig
+
+from .configuration_moesaic import MoesaicConfig, config_class_for
+from .modeling_moesaic import MoesaicBlock, install_block
+
+AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
+
+__all__ = ["MoesaicBlock", "MoesaicConfig", "config_class_for", "install_block"]

@@ -1,0 +1,130 @@
+"""Everything about a conversion that is known before a weight is read."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.adapters import FFNs, find_ffns
+from moesaic.errors import MoesaicError
+from moesaic.flops import Macs, count_macs, meta_model
+from moesaic.layout import Layout, Sizes
+from moesaic.modeling import config_class_for
+from moesaic.recipe import Recipe, load_recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked conversion: of what, by which recipe, into which sizes, at what work per token."""
+
+    model: str
+    recipe: Recipe
+    layout: Layout
+    sizes: Sizes
+    sequence_length: int
+    config: Any  # of the result
+    dense_macs: Macs
+    macs: Macs
+
+    @property
+    def shape(self) -> str:
+        sizes = self.sizes
+        if not self.recipe.routed:
+            return f"the best {sizes.active} of {sizes.total} neurons, no routing"
+        return (
+            f"{sizes.shared} shared neurons, {sizes.num_active} of {sizes.num_routed} routed "
+            f"experts of {sizes.expert}"
+        )
+
+
+def make_plan(
+    config: Any,
+    model: str,
+    recipe: str | Path | Recipe,
+    layout: str | Layout,
+    sequence_length: int | None = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """Plans a conversion from the dense model's configuration; builds it without weights.
+
+    Raises MoesaicError for a model that is converted already, an unsupported family, an unknown
+    recipe, an impossible layout or sequence length.
+    """
+    if config.model_type == "moesaic":
+        raise MoesaicError(
+            f"{model} is converted already ({config.moesaic['layout']}, recipe "
+            f"{config.moesaic['recipe']['name']}); convert the dense model it came from"
+        )
+    recipe = load_recipe(recipe)
+    layout = layout if isinstance(layout, Layout) else Layout.parse(layout)
+    skeleton = meta_model(config, trust_remote_code)
+    ffns = find_ffns(skeleton)
+    sizes = layout.sizes(ffns.read(0).intermediate_size)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
+    length = min(2048, context) if sequence_length is None else sequence_length
+    if not 2 <= length <= context:
+        raise MoesaicError(
+            f"sequence length {length} is outside 2..{context}, the context of {model}"
+        )
+    ours = _our_config(config, model, ffns, recipe, layout, sizes)
+    return Plan(
+        model=model,
+        recipe=recipe,
+        layout=layout,
+        sizes=sizes,
+        sequence_length=length,
+        config=ours,
+        dense_macs=count_macs(skeleton, 1),
+        macs=count_macs(meta_model(ours), 1),
+    )
+
+
+def _our_config(
+    config: Any, model: str, ffns: FFNs, recipe: Recipe, layout: Layout, sizes: Sizes
+) -> Any:
+    """The configuration of the result; `MoesaicConfig` says what its keys mean."""
+    ffn = ffns.read(0)
+    shared = sizes.shared if recipe.routed else sizes.active
+    derived = {"model_type", "transformers_version", "architectures", "_name_or_path"}
+    values = {k: v for k, v in config.to_dict().items() if k not in derived}
+    ours: Any = config_class_for(config.model_type)(**values)
+    ours.moesaic = {
+        "layout": str(layout),
+        "num_shared": layout.num_shared,
+        "num_routed": sizes.num_routed if recipe.routed else 0,
+        "num_active": sizes.num_active if recipe.routed else 0,
+        "shared_size": shared,
+        "expert_size": sizes.expert,
+        "padded_size": -(-sizes.expert // 8) * 8,
+        "dropped": 0 if recipe.routed else sizes.total - shared,
+        "layers": list(range(len(ffns.layers))),
+        "ffn": {
+            "path": f"{ffns.layers_path}.{{}}.{ffns.ffn_path}",
+            "identities": [f"{ffns.layers_path}.{{}}.{name}" for name in ffns.identities],
+            "gated": ffn.gated,
+            "bias": ffn.up_bias_F is not None,
+            "output_bias": ffn.down_bias_D is not None,
+            "activation": ffn.activation,
+        },
+        "router": {"kind": recipe.router, "absolute": recipe.absolute},
+        "recipe": recipe.to_dict(),
+        "base_model": model,
+        "versions": {
+            "moesaic": version("moesaic"),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "python": platform.python_version(),
+        },
+    }
+    ours.architectures = ["MoesaicForCausalLM"]
+    ours.auto_map = {
+        "AutoConfig": "configuration_moesaic.MoesaicConfig",
+        "AutoModel": "modeling_moesaic.MoesaicModel",
+        "AutoModelForCausalLM": "modeling_moesaic.MoesaicForCausalLM",
+    }
+    return ours

@@ -1,0 +1,140 @@
+"""Runs a model layer by layer over all calibration tokens.
+
+Only the inputs of the current layer are kept for all tokens; what else a layer is called with
+(position embeddings, masks) is recorded once per layer from the model's own forward, so that no
+family needs code of its own here.
+
+Shape suffixes: N samples, L tokens of a sample, D hidden_size, T tokens of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+
+from moesaic.adapters import FFNs
+
+BLOCK_TOKENS = 4096  # tokens that pass through a layer at once
+
+
+@dataclass
+class LayerCall:
+    """What the model's forward passes to one layer besides the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Stream:
+    """The hidden states of all calibration tokens, at the entrance of the current layer."""
+
+    def __init__(self, ffns: FFNs, ids_NL: torch.Tensor, device: torch.device):
+        self.ffns, self.device = ffns, device
+        self.block = max(1, BLOCK_TOKENS // ids_NL.shape[1])
+        # One sample is enough to see what layers are called with: samples have equal length and
+        # no padding, so masks and position embeddings broadcast over the batch.
+        _, self.calls = _bypass(ffns, ids_NL[:1])
+        self.hidden_NLD = torch.cat(
+            [_bypass(ffns, ids_BL)[0] for ids_BL in ids_NL.split(self.block)]
+        )
+        self.hidden_NLD = self.hidden_NLD.to(_storage(self.hidden_NLD, device))
+
+    def ffn_inputs(self, layer: int) -> Iterator[torch.Tensor]:
+        """Yields the inputs x (T, D) of a layer's FFN block by block; nothing after it is run."""
+        for _, hidden in self._blocks():
+            yield self._until_ffn(layer, hidden)
+
+    def advance(self, layer: int, watch: Any = None) -> None:
+        """Passes all tokens through a layer; `watch(x, y)` sees its FFN's inputs and outputs."""
+        for start, hidden in self._blocks():
+            with _hooked(self.ffns.replaced(layer), watch):
+                output = self._call(layer, hidden)
+            self.hidden_NLD[start : start + len(output)] = output.to(self.hidden_NLD.device)
+
+    def _blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for start in range(0, len(self.hidden_NLD), self.block):
+            yield start, self.hidden_NLD[start : start + self.block].to(self.device)
+
+    @torch.no_grad()
+    def _call(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        call = self.calls[layer]
+        args, kwargs = send_to_device((call.args, call.kwargs), self.device)
+        output: torch.Tensor = self.ffns.layers[layer](hidden, *args, **kwargs)
+        return output
+
+    def _until_ffn(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        def stop(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            raise _ReachedFFN(inputs[0])
+
+        handle = self.ffns.replaced(layer).register_forward_pre_hook(stop)
+        try:
+            self._call(layer, hidden)
+        except _ReachedFFN as reached:
+            return reached.x.reshape(-1, reached.x.shape[-1])
+        finally:
+            handle.remove()
+        raise RuntimeError(f"layer {layer} never called its FFN {self.ffns.ffn_path!r}")
+
+
+class _ReachedFFN(Exception):
+    # Not an error: the way out of the layer once its FFN's input is known.
+    def __init__(self, x: torch.Tensor):
+        super().__init__()
+        self.x = x
+
+
+@contextmanager
+def _hooked(module: nn.Module, watch: Any) -> Iterator[None]:
+    if watch is None:
+        yield
+        return
+    handle = module.register_forward_hook(
+        lambda _, inputs, output: watch(
+            inputs[0].reshape(-1, inputs[0].shape[-1]), output.reshape(-1, output.shape[-1])
+        )
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def _bypass(ffns: FFNs, ids_BL: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
+    """Runs the base model with every layer skipped: what enters layer 0, and every layer's call."""
+    seen: list[torch.Tensor] = []
+    calls: list[LayerCall] = []
+
+    def skip(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(hidden_states)
+        calls.append(LayerCall(args, kwargs))
+        return hidden_states
+
+    kept = [layer.__dict__.get("forward") for layer in ffns.layers]
+    for layer in ffns.layers:
+        layer.forward = functools.partial(skip)
+    try:
+        device = next(ffns.base.parameters()).device
+        ffns.base(input_ids=ids_BL.to(device), use_cache=False)
+    finally:
+        for layer, forward in zip(ffns.layers, kept, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+    return seen[0], calls
+
+
+def _storage(hidden: torch.Tensor, device: torch.device) -> torch.device:
+    """Keeps the hidden states on the GPU where they take less than a quarter of what is free."""
+    if device.type != "cuda":
+        return torch.device("cpu")
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if hidden.nbytes < free / 4 else torch.device("cpu")
