@@ -1,0 +1,26 @@
+"""Shared fixtures: tiny random models of every supported family, and the small real ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the hub
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(autouse=True)
+def _one_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of small real models and texts; absent on most machines."""
+    if not (SHARED / "models").is_dir():
+        pytest.skip(f"needs the small real models, which lie in {SHARED}; that folder is absent")
+    return SHARED
