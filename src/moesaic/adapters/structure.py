@@ -159,8 +159,8 @@ def _activation(model: Any, name: str) -> str:
         if isinstance(value := getattr(config, key, None), str) and value in ACT2FN:
             return value
     raise MoesaicError(
-        f"{name}: its config names no activation that transformers knows "
-        f"(looked for {', '.join(_ACTIVATION_KEYS)})"
+        f"{name}: its config names no activation that transformers knows (looked for "
+        f"{', '.join(_ACTIVATION_KEYS)}); supported are {SUPPORTED}"
     )
 
 

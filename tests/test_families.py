@@ -1,0 +1,261 @@
+"""One suite that every model family passes."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic.adapters import find_ffns
+from moesaic.load import load_model
+from moesaic.stream import Stream
+from tests.families import CONTEXT, FAMILIES, LAYERS, tiny_model, tokens
+
+CPU = torch.device("cpu")
+family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def converted(family: str, layout: str = "S3A3E8", recipe: str = "cmoe", **more: Any) -> Any:
+    windows = tokens(4, CONTEXT, seed=1)
+    return moesaic.convert(tiny_model(family), recipe, layout, windows, **more)
+
+
+@family
+def test_the_canonical_ffn_computes_what_the_layer_computes(family: str) -> None:
+    model = tiny_model(family)
+    ffns = find_ffns(model)
+    assert len(ffns.layers) == LAYERS
+    x = torch.randn(5, model.config.hidden_size)
+    for layer in range(LAYERS):
+        ffn = ffns.read(layer)
+        if ffns.pattern.inline:
+            owner = ffns.layers[layer]
+            expected = owner.fc2(owner.activation_fn(owner.fc1(x)))
+        else:
+            expected = ffns.replaced(layer)(x)
+        torch.testing.assert_close(ffn.output(ffn.hidden(x)), expected, rtol=1e-5, atol=1e-5)
+
+
+@family
+def test_the_stream_reproduces_the_models_own_forward(family: str) -> None:
+    model = tiny_model(family)
+    ids = tokens(3, 40)
+    ffns = find_ffns(model)
+    before_last = []
+    handle = ffns.layers[-1].register_forward_hook(lambda *call: before_last.append(call[2]))
+    expected = logits(model, ids)
+    handle.remove()
+    stream = Stream(ffns, ids, CPU)
+    stream.block = 2  # blocks of unequal size
+    for layer in range(LAYERS):
+        inputs = torch.cat(list(stream.ffn_inputs(layer)))
+        assert inputs.shape == (ids.numel(), model.config.hidden_size)
+        stream.advance(layer)
+    torch.testing.assert_close(stream.hidden_NLD, before_last[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=0)
+
+
+@family
+@pytest.mark.parametrize("layout", ["S2A6E8", "S0A3E3"])
+def test_all_routed_experts_active_is_the_dense_model(family: str, layout: str) -> None:
+    ids = tokens(2, 48, seed=2)
+    expected = logits(tiny_model(family), ids)
+    model, report = converted(family, layout)
+    assert report.active_ffn_fraction == 1
+    torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
+    assert all(layer.relative_error < 1e-10 for layer in report.layers)
+
+
+@family
+def test_save_then_load_is_bit_equal(family: str, tmp_path: Path) -> None:
+    ids = tokens(2, 48, seed=2)
+    model, _ = converted(family, output=tmp_path / "out")
+    loaded = load_model(tmp_path / "out")
+    assert type(loaded) is type(model)
+    assert config_of(loaded) == config_of(model)
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    # Equal weights at other addresses: kernels may add in another order.
+    torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-5, atol=2e-6)
+    assert not torch.allclose(logits(model, ids), logits(tiny_model(family), ids), atol=1e-3)
+    again = tmp_path / "again"
+    loaded.save_pretrained(again)  # the way a user saves after fine-tuning
+    reloaded = AutoModelForCausalLM.from_pretrained(again)
+    assert all(torch.equal(reloaded.state_dict()[name], theirs[name]) for name in theirs)
+
+
+@family
+def test_experts_implementations_agree(family: str) -> None:
+    ids = tokens(2, 48, seed=2)
+    model, _ = converted(family)
+    assert model.config._experts_implementation == "grouped_mm"
+    expected = logits(model, ids)
+    for implementation in ("eager", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
+
+
+@family
+def test_generation_with_and_without_cache_agrees(family: str) -> None:
+    ids = tokens(2, 12, seed=2)
+    model, _ = converted(family)
+    ask = {
+        "max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids),
+        "pad_token_id": 0, "eos_token_id": None,
+    }  # fmt: skip
+    cached = model.generate(ids, use_cache=True, **ask)
+    assert cached.shape == (2, 24)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **ask))
+
+
+@family
+def test_every_parameter_gets_a_gradient_and_eager_agrees(family: str) -> None:
+    ids = tokens(2, 48, seed=2)
+    model, _ = converted(family)
+    gradients = []
+    for implementation in ("grouped_mm", "eager"):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
+    grouped, eager = gradients
+    assert grouped.keys() == eager.keys()
+    experts = [name for name in grouped if ".experts." in name or name.endswith("expert_scale")]
+    assert len(experts) >= 3 * LAYERS
+    for name in experts:
+        assert grouped[name].abs().max() > 0, name
+    for name in grouped:
+        torch.testing.assert_close(grouped[name], eager[name], rtol=1e-4, atol=1e-6)
+
+
+def test_models_load_where_moesaic_is_not_installed(tmp_path: Path) -> None:
+    ids = tokens(2, 24, seed=2)
+    expected = {}
+    for name in FAMILIES:
+        model, _ = converted(name, output=tmp_path / name)
+        expected[name] = logits(model, ids)
+    script = """
+import sys, pathlib, torch
+sys.modules["moesaic"] = None  # any import of it fails
+from transformers import AutoModel, AutoModelForCausalLM
+folder, ids = pathlib.Path(sys.argv[1]), torch.load(sys.argv[1] + "/ids.pt")
+found = {}
+for path in sorted(p for p in folder.iterdir() if p.is_dir()):
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+    with torch.no_grad():
+        found[path.name] = model(input_ids=ids, use_cache=False).logits
+    assert type(AutoModel.from_pretrained(path, trust_remote_code=True)).__name__ == "MoesaicModel"
+torch.save(found, folder / "found.pt")
+"""
+    torch.save(ids, tmp_path / "ids.pt")
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
+        check=True,
+        env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "PATH": ""},
+        capture_output=True,
+    )
+    found = torch.load(tmp_path / "found.pt")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "opt", "gemma2"])
+def test_offload_to_disk_gives_the_same_logits(family: str, tmp_path: Path) -> None:
+    ids = tokens(2, 24, seed=2)
+    model, _ = converted(family, output=tmp_path / "out")
+    kept = sum(p.nbytes for p in model.parameters()) * 2 // 3
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out",
+        device_map="auto",
+        max_memory={"cpu": kept},
+        offload_folder=tmp_path / "offload",
+    )
+    assert "disk" in loaded.hf_device_map.values()
+    torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-6, atol=1e-6)
+    automatic = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="auto")
+    torch.testing.assert_close(logits(automatic, ids), logits(model, ids), rtol=1e-6, atol=1e-6)
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    return {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+
+
+def find_layers(model: Any) -> str:
+    return model.config.moesaic["ffn"]["path"].partition(".{}")[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_peft_wraps_the_fused_experts(family: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    ids = tokens(2, 24, seed=2)
+    model, _ = converted(family)
+    expected = logits(model, ids)
+    name = "gate_up_proj" if model.config.moesaic["ffn"]["gated"] else "up_proj"
+    wrapped = get_peft_model(
+        model,
+        LoraConfig(
+            r=2,
+            target_modules=[],
+            target_parameters=[f"experts.{name}", "experts.down_proj"],
+            modules_to_save=["router"],
+        ),
+    )
+    torch.testing.assert_close(logits(wrapped, ids), expected, rtol=1e-5, atol=1e-5)
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    trained = {n for n, p in wrapped.named_parameters() if p.requires_grad and p.grad is not None}
+    assert any("expert_scale" in name for name in trained)
+    assert any("lora_B" in name for name in trained)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_the_block_compiles_in_one_graph(family: str) -> None:
+    model, _ = converted(family)
+    block = model.base_model.get_submodule(model.config.moesaic["ffn"]["path"].format(0))
+    x = torch.randn(2, 9, model.config.hidden_size)
+    expected = block(x)
+    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_family_with_other_ffns_is_refused_with_what_is_supported() -> None:
+    from transformers import BloomConfig
+
+    model = AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(moesaic.MoesaicError, match=r"Llama.*GPT-2"):
+        find_ffns(model)
+
+
+def test_a_mixture_is_refused() -> None:
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64,
+    )  # fmt: skip
+    with pytest.raises(moesaic.MoesaicError, match="mixture of experts already"):
+        find_ffns(AutoModelForCausalLM.from_config(config))
+
+
+def test_familiar_names_with_another_formula_are_refused() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.Tanh()
+    with pytest.raises(moesaic.MoesaicError, match="computes something else"):
+        find_ffns(model)
