@@ -136,29 +136,36 @@ def _layer_file(draft: Path, layer: int) -> Path:
     return draft / f"model-ffn-{layer:05d}.safetensors"
 
 
+def _report_file(draft: Path, layer: int) -> Path:
+    # Not in the shard's metadata: safetensors writes several keys in an order that varies.
+    return draft / f"report-{layer:05d}.json"
+
+
 def save_layer(
     draft: Path, layer: int, prefix: str, block: MoesaicBlock, report: LayerReport
 ) -> None:
-    """Writes one converted FFN and its report as a shard, complete or not at all."""
+    """Writes one converted FFN as a shard, complete or not at all, and its report before it."""
     tensors = {f"{prefix}.{k}": v.cpu().contiguous() for k, v in block.state_dict().items()}
-    report_json = json.dumps(report.to_dict(timing=False))
-    _save(tensors, _layer_file(draft, layer), {"report": report_json})
+    _report_file(draft, layer).write_text(json.dumps(report.to_dict(timing=False)))
+    _save(tensors, _layer_file(draft, layer))
 
 
 def load_layer(
     draft: Path, layer: int, prefix: str, config: Any
 ) -> tuple[MoesaicBlock, LayerReport] | None:
-    """A layer that an earlier run finished, or None."""
+    """A layer that an earlier run finished, or None where it is absent or damaged."""
     path = _layer_file(draft, layer)
     if not path.is_file():
         return None
-    with safe_open(path, "pt") as shard:
-        report = json.loads(shard.metadata()["report"])
-    state = {k.removeprefix(f"{prefix}."): v for k, v in load_file(path).items()}
     with torch.device("meta"):
         block = MoesaicBlock(config)
-    block.load_state_dict(state, assign=True)
-    return block.eval(), LayerReport(seconds=0.0, **report)
+    try:
+        report = LayerReport(seconds=0.0, **json.loads(_report_file(draft, layer).read_text()))
+        state = {k.removeprefix(f"{prefix}."): v for k, v in load_file(path).items()}
+        block.load_state_dict(state, assign=True)
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError):
+        return None
+    return block.eval(), report
 
 
 def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[str, str]) -> None:
@@ -177,7 +184,7 @@ def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[st
         state, filename_pattern="model-rest{suffix}.safetensors", max_shard_size=SHARD_SIZE
     )
     for name, keys in shards.filename_to_tensors.items():
-        _save({key: state[key].cpu().contiguous() for key in keys}, draft / name, {})
+        _save({key: state[key].cpu().contiguous() for key in keys}, draft / name)
         weight_map |= dict.fromkeys(keys, name)
     bytes_total = sum(t.nbytes for k, t in model.state_dict().items() if k not in tied)
     index = {"metadata": {"total_size": bytes_total}, "weight_map": weight_map}
@@ -191,7 +198,8 @@ def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[st
         model.generation_config.save_pretrained(draft)
     if tokenizer is not None:
         tokenizer.save_pretrained(draft)
-    (draft / _DRAFT).unlink()
+    for path in (*draft.glob("report-*.json"), draft / _DRAFT):
+        path.unlink()
     _take_name(draft, output)
 
 
@@ -204,9 +212,9 @@ def _take_name(draft: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     part = path.with_suffix(".part")
-    save_file(tensors, part, {"format": "pt"} | metadata)
+    save_file(tensors, part, {"format": "pt"})
     with part.open("rb+") as file:
         os.fsync(file.fileno())
     part.chmod(path.parent.joinpath(_DRAFT).stat().st_mode)  # safetensors makes private files

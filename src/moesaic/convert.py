@@ -77,10 +77,10 @@ def prepare(
         raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
     if output is not None:
         checkpoint.check_output(output, overwrite, resume)
-    if tokenizer is None and in_memory:
-        tokenizer = _tokenizer_or_none(config.name_or_path, trust_remote_code)
-    elif tokenizer is None:
-        tokenizer = load_tokenizer(model, trust_remote_code)
+    if tokenizer is None:
+        needed = isinstance(calibration, str | Path) and not in_memory
+        load = load_tokenizer if needed else _tokenizer_or_none
+        tokenizer = load(config.name_or_path if in_memory else model, trust_remote_code)
     ids = to_ids(calibration, tokenizer)
     ids, heldout_ids, heldout = _hold_out(ids, calibration, tokenizer, todo.sequence_length)
     windows_NL = sample_windows(ids, samples, todo.sequence_length, seed)
@@ -296,7 +296,7 @@ def _source_name(calibration: Any) -> str:
     return f"a {type(calibration).__name__} in memory"
 
 
-def _tokenizer_or_none(name: str, trust_remote_code: bool) -> Any:
+def _tokenizer_or_none(name: str | Path, trust_remote_code: bool) -> Any:
     try:
         return load_tokenizer(name, trust_remote_code) if name else None
     except MoesaicError:

@@ -15,4 +15,5 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> MoesaicError:
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return MoesaicError(f"unknown {kind} {name!r}: {hint}known are {', '.join(known)}")
+    listed = ", ".join(known) if len(known) <= 20 else f"{len(known)} others"
+    return MoesaicError(f"unknown {kind} {name!r}: {hint}known are {listed}")

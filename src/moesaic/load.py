@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moesaic.modeling  # noqa: F401 - registers our architecture with transformers
 from moesaic.demo import demo_path
 from moesaic.errors import MoesaicError, unknown
 
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -45,6 +47,8 @@ def choose_device(device: str | torch.device) -> torch.device:
     """`auto` is the first GPU where there is one. Raises MoesaicError for one that is not there."""
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if str(device).partition(":")[0] not in _DEVICES:
+        raise unknown("device", str(device), ["auto", *_DEVICES])
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
@@ -68,7 +72,12 @@ def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
     where = str(path) if path.is_file() and path.suffix == ".json" else resolve(model)
     try:
         return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
+        family = _model_type(Path(where))
+        if family is not None and family not in CONFIG_MAPPING:
+            raise unknown("model family", family, CONFIG_MAPPING) from error
+        raise _cannot_load(model, error) from error
+    except (OSError, KeyError, TypeError) as error:
         raise _cannot_load(model, error) from error
 
 
@@ -111,6 +120,15 @@ def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(resolve(model), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise MoesaicError(f"{model} has no usable tokenizer: {_first_line(error)}") from error
+
+
+def _model_type(where: Path) -> str | None:
+    """What a local config.json calls its family, where it can be read and brings no code."""
+    try:
+        values = json.loads((where / "config.json" if where.is_dir() else where).read_text())
+        return None if "auto_map" in values else str(values["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _first_line(error: Exception) -> str:

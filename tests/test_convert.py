@@ -1,0 +1,284 @@
+"""The conversion as a whole: bytes, crashes, broken models, kinds of input."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+import moesaic
+from moesaic import checkpoint
+from moesaic.load import load_model
+from tests.families import CONTEXT, LAYERS, tiny_model, tokens
+
+WINDOWS = tokens(4, CONTEXT, seed=1)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    folder = tmp_path / "dense"
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_same_seed_same_bytes(dense: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        moesaic.convert(dense, "random", "S3A3E8", WINDOWS, output=tmp_path / name, command="x")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    moesaic.convert(dense, "random", "S3A3E8", WINDOWS, output=tmp_path / "c", command="x", seed=1)
+    assert files(tmp_path / "a") != files(tmp_path / "c")
+
+
+@pytest.mark.parametrize("recipe", ["cmoe", "cmoe-code", "static"])
+def test_the_order_of_tokens_does_not_matter_to_the_first_layer(recipe: str) -> None:
+    one = tiny_model("llama")
+    two = tiny_model("llama")
+    moesaic.convert(one, recipe, "S3A3E8", WINDOWS)
+    moesaic.convert(two, recipe, "S3A3E8", WINDOWS.flip(0))
+    name = "model.layers.0.mlp"
+    for key, value in weights(one).items():
+        if key.startswith(name):
+            assert torch.equal(value, two.state_dict()[key]), key
+
+
+def test_calibration_is_sequential() -> None:
+    """Layer 1 is profiled on what the converted layer 0 passes on, not on the dense model's."""
+    whole, _ = moesaic.convert(tiny_model("llama"), "cmoe", "S0A1E8", WINDOWS)
+    seen: list[torch.Tensor] = []
+    whole.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        whole(input_ids=WINDOWS)
+        tiny_model("llama")  # resets no state; the dense inputs below come from its own hook
+    dense = tiny_model("llama")
+    dense.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        dense(input_ids=WINDOWS)
+    assert not torch.allclose(seen[0], seen[1], atol=1e-3)
+    profiled: list[torch.Tensor] = []
+    from moesaic import convert as module
+    from moesaic.profile import profile_ffn
+
+    def spy(blocks: Any, *rest: Any) -> Any:
+        blocks = list(blocks)
+        profiled.append(torch.cat(blocks))
+        return profile_ffn(blocks, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[module.__module__], "profile_ffn", spy)
+        moesaic.convert(tiny_model("llama"), "cmoe", "S0A1E8", WINDOWS)
+    torch.testing.assert_close(profiled[1].view_as(seen[0]), seen[0], rtol=1e-5, atol=1e-5)
+
+
+_KILLED = """
+import os, signal, sys, torch
+import moesaic
+from moesaic import checkpoint
+count, when = 0, int(sys.argv[3])
+def dying(function):
+    def wrapped(*args, **kwargs):
+        global count
+        result = function(*args, **kwargs)
+        count += 1
+        if count == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return wrapped
+checkpoint._save = dying(checkpoint._save)
+moesaic.convert(sys.argv[1], "cmoe", "S3A3E8", torch.load(sys.argv[1] + "/../windows.pt"),
+                output=sys.argv[2], command="x")
+"""
+
+
+@pytest.mark.parametrize("when", [1, 2, LAYERS + 1])  # mid-way and in the last step
+def test_resume_after_kill_gives_the_same_bytes(dense: Path, tmp_path: Path, when: int) -> None:
+    torch.save(WINDOWS, tmp_path / "windows.pt")
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
+    output = tmp_path / "killed"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), str(when)],
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert not output.exists()
+    with pytest.raises(moesaic.MoesaicError, match="--resume"):
+        moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+    with pytest.raises(moesaic.MoesaicError, match="layout = S3A3E8"):
+        moesaic.convert(dense, "cmoe", "S2A2E8", WINDOWS, output=output, resume=True)
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True, command="x")
+    assert files(output) == files(tmp_path / "calm")
+    assert not checkpoint.draft_folder(output).exists()
+
+
+def test_a_damaged_draft_shard_is_made_anew(dense: Path, tmp_path: Path) -> None:
+    torch.save(WINDOWS, tmp_path / "windows.pt")
+    output = tmp_path / "out"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), "2"],
+        capture_output=True,
+    )
+    shard = checkpoint.draft_folder(output) / "model-ffn-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True, command="x")
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
+    assert files(output) == files(tmp_path / "calm")
+
+
+def poisoned(layer: int, value: float) -> Any:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[layer].mlp.up_proj.weight[3, 4] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_weights_name_their_layer_and_leave_nothing(tmp_path: Path, value: float) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(moesaic.MoesaicError, match=r"layer 2: the weights 'mlp.up_proj.weight'"):
+        moesaic.convert(poisoned(2, value), "cmoe", "S3A3E8", WINDOWS, output=output)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_activations_that_overflow_name_their_layer() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight *= 1e30
+        model.model.layers[1].mlp.gate_proj.weight *= 1e30
+    with pytest.raises(moesaic.MoesaicError, match=r"layer 1 of .*not finite"):
+        moesaic.convert(model, "cmoe", "S3A3E8", WINDOWS)
+
+
+def test_failing_with_overwrite_keeps_the_old_model(dense: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+    before = files(output)
+    with pytest.raises(moesaic.MoesaicError, match="exists"):
+        moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+    with pytest.raises(moesaic.MoesaicError, match="layer 2"):
+        moesaic.convert(
+            poisoned(2, float("nan")), "cmoe", "S3A3E8", WINDOWS, output=output, overwrite=True
+        )
+    assert files(output) == before
+    moesaic.convert(dense, "static", "S3A3E8", WINDOWS, output=output, overwrite=True)
+    assert json.loads((output / "config.json").read_text())["moesaic"]["recipe"]["name"] == "static"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
+
+
+def test_overwrite_leaves_alone_what_is_not_ours(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(moesaic.MoesaicError, match="not a model made by moesaic"):
+        moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=dense, overwrite=True)
+    assert (dense / "model.safetensors").exists()
+
+
+def test_a_full_disk_is_found_before_and_during_writing(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    usage = checkpoint.shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(moesaic.MoesaicError, match="make room"):
+            moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+    assert not checkpoint.draft_folder(output).exists()
+    real, calls = checkpoint.save_file, []
+
+    def full(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(moesaic.MoesaicError, match=r"finished layers are kept.*--resume"):
+            moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+    assert not output.exists()
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True)
+    assert output.exists()
+
+
+def test_a_model_in_memory_with_each_kind_of_text(shared: Path) -> None:
+    from moesaic.load import load_tokenizer
+
+    folder = shared / "models" / "stories260K"
+    text = (shared / "data" / "tinystories.txt").read_text()[:40_000]
+    tokenizer = load_tokenizer(folder)
+    results = []
+    for source in (
+        [text],
+        datasets.Dataset.from_dict({"text": [text]}),
+        torch.tensor(tokenizer(text, verbose=False)["input_ids"]),
+    ):
+        model, report = moesaic.convert(
+            load_model(folder), "cmoe", "S3A3E8", source, tokenizer=tokenizer, samples=4
+        )
+        assert report.tokens == 4 * 512
+        results.append(weights(model))
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+def test_the_report_is_consistent() -> None:
+    _, report = moesaic.convert(tiny_model("qwen3"), "cmoe", "S3A3E8", WINDOWS)
+    assert [layer.layer for layer in report.layers] == list(range(LAYERS))
+    for layer in report.layers:
+        assert layer.tokens == WINDOWS.numel()
+        assert sum(layer.expert_load) == pytest.approx(3, abs=1e-4)
+        assert 0 < layer.relative_error < 1
+        assert 3 / 5 - 0.4 <= layer.router_recall <= 1
+        assert 0 < layer.mass_kept <= layer.oracle_mass <= 1
+    # 52 neurons: 8 experts of 6, the 4 left over are shared
+    assert report.active_ffn_fraction == pytest.approx((3 * 6 + 4 + 3 * 6) / 52)
+
+
+def test_static_keeps_the_best_neurons_without_a_router() -> None:
+    model, report = moesaic.convert(tiny_model("llama"), "static", "S3A3E8", WINDOWS)
+    block = model.model.layers[0].mlp
+    assert block.router is None
+    assert block.experts is None
+    assert block.shared_expert.up_proj.weight.shape[0] == 40
+    assert report.layers[0].router_recall is None
+    assert model.config.moesaic["dropped"] == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": 0}, "at least 1"),
+        ({"sequence_length": 1}, "outside 2..64"),
+        ({"sequence_length": 65}, "outside 2..64"),
+        ({"layout": "S1A1E53"}, "cannot share the 52 neurons"),
+        ({"calibration": torch.full((2, 8), 96)}, "the model knows 0..95"),
+        ({"calibration": [" "]}, "empty"),
+        ({"calibration": torch.arange(3, 20)}, "has 17 tokens, one sample needs 64"),
+        ({"device": "cuad"}, "did you mean cuda"),
+        ({"recipe": "cmeo"}, "did you mean cmoe"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    arguments = {"recipe": "cmoe", "layout": "S3A3E8", "calibration": WINDOWS} | change
+    with pytest.raises(moesaic.MoesaicError, match=message):
+        moesaic.convert(tiny_model("llama"), **arguments)
+
+
+def test_a_converted_model_is_not_converted_again() -> None:
+    model, _ = moesaic.convert(tiny_model("llama"), "cmoe", "S3A3E8", WINDOWS)
+    with pytest.raises(moesaic.MoesaicError, match="converted already"):
+        moesaic.convert(model, "cmoe", "S3A3E8", WINDOWS)
