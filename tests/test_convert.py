@@ -151,7 +151,9 @@ def poisoned(layer: int, value: float) -> Any:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_broken_weights_name_their_layer_and_leave_nothing(tmp_path: Path, value: float) -> None:
     output = tmp_path / "out"
-    with pytest.raises(moesaic.MoesaicError, match=r"layer 2: the weights 'mlp.up_proj.weight'"):
+    with pytest.raises(
+        moesaic.MoesaicError, match=r"layer 2: the weights 'model.layers.2.mlp.up_proj.weight'"
+    ):
         moesaic.convert(poisoned(2, value), "cmoe", "S3A3E8", WINDOWS, output=output)
     assert list(tmp_path.iterdir()) == []
 
@@ -163,6 +165,19 @@ def test_activations_that_overflow_name_their_layer() -> None:
         model.model.layers[1].mlp.gate_proj.weight *= 1e30
     with pytest.raises(moesaic.MoesaicError, match=r"layer 1 of .*not finite"):
         moesaic.convert(model, "cmoe", "S3A3E8", WINDOWS)
+
+
+def test_activations_that_overflow_are_found_before_the_dense_model_is_scored(
+    tmp_path: Path,
+) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight *= 1e30
+        model.model.layers[1].mlp.gate_proj.weight *= 1e30
+    ids = tokens(1, 2000)[0]
+    with pytest.raises(moesaic.MoesaicError, match="layer 1 puts out NaN"):
+        moesaic.convert(model, "cmoe", "S3A3E8", ids, output=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_failing_with_overwrite_keeps_the_old_model(dense: Path, tmp_path: Path) -> None:

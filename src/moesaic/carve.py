@@ -87,9 +87,14 @@ def carve(ffn: DenseFFN, parts: Partition, recipe: Recipe, config: Any) -> Moesa
 
         def stack(*parts: torch.Tensor | None) -> torch.Tensor:
             """Rows of each expert (R, M, ...), padded with zero rows, gate before up."""
-            stacks = [part[experts] for part in parts if part is not None]
-            widths = [0, 0] * (stacks[0].ndim - 2) + [0, missing]
-            return torch.cat([pad(stack_RMD, widths) for stack_RMD in stacks], dim=1)
+            stacks = []
+            for part in parts:
+                if part is not None:
+                    stacks.append(part[experts])
+                    if missing:
+                        widths = [0, 0] * (part.ndim - 1) + [0, missing]
+                        stacks[-1] = pad(stacks[-1], widths)
+            return torch.cat(stacks, dim=1) if len(stacks) > 1 else stacks[0]
 
         state[f"experts.{name}"] = stack(ffn.gate_FD, ffn.up_FD)
         if ffn.up_bias_F is not None:

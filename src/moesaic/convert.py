@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from moesaic import checkpoint
-from moesaic.adapters import find_ffns
+from moesaic.adapters import FFNs, find_ffns
 from moesaic.card import licence_of, model_card
 from moesaic.carve import carve, partition
 from moesaic.data import has_heldout_split, sample_windows, to_ids
@@ -139,6 +139,7 @@ def convert(
         dense.to(compute)
     ffns = find_ffns(dense)
     _check_vocabulary(dense, windows_NL)
+    _check_weights(ffns, dense)
 
     report = ConversionReport(
         model=todo.model,
@@ -165,9 +166,13 @@ def convert(
         checkpoint.check_space(target, sum(p.nbytes for p in dense.parameters()))
         if heldout_ids is not None:
             report.heldout = ready.heldout
-            report.dense_perplexity, report.heldout_tokens = perplexity(
-                dense, heldout_ids, todo.sequence_length, HELDOUT_TOKENS
-            )
+            try:
+                report.dense_perplexity, report.heldout_tokens = perplexity(
+                    dense, heldout_ids, todo.sequence_length, HELDOUT_TOKENS
+                )
+            except MoesaicError:
+                _blame_a_layer(Stream(ffns, windows_NL, compute))
+                raise
         run = _fingerprint(todo.model, in_memory, report, windows_NL, dense.dtype)
         with checkpoint.writing(target):
             draft = checkpoint.open_draft(target, run, resume)
@@ -206,7 +211,7 @@ def _convert_layers(
         module = ffns.layers[layer]
         home = next(module.parameters()).device
         module.to(stream.device)
-        _check_finite(stream, module, layer)
+        _check_inputs(stream, layer)
         clock("check")
         prefix = ffns.state_prefix(layer)
         done = checkpoint.load_layer(draft, layer, prefix, config) if draft else None
@@ -228,7 +233,7 @@ def _convert_layers(
             block = carve(ffn, parts, recipe, config)
             install_block(ffns.base, config, layer, block)
             clock("carve")
-            meter = LayerMeter(ffn, parts, block)
+            meter = LayerMeter(ffn, parts, block, profile.tokens)
             stream.advance(layer, meter)
             clock("advance and measure")
             report.layers.append(meter.report(layer, time.perf_counter() - begun))
@@ -239,13 +244,26 @@ def _convert_layers(
         module.to(home)
 
 
-def _check_finite(stream: Stream, module: torch.nn.Module, layer: int) -> None:
-    for name, parameter in module.named_parameters():
+def _check_weights(ffns: FFNs, model: Any) -> None:
+    layers = {id(p): i for i, layer in enumerate(ffns.layers) for p in layer.parameters()}
+    for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
-            raise MoesaicError(f"layer {layer}: the weights {name!r} hold NaN or infinity")
+            where = f"layer {layers[id(parameter)]}: " if id(parameter) in layers else ""
+            raise MoesaicError(f"{where}the weights {name!r} hold NaN or infinity")
+
+
+def _check_inputs(stream: Stream, layer: int) -> None:
     if not torch.isfinite(stream.hidden_NLD.sum(dtype=torch.float32)):
-        where = f"the output of layer {layer - 1}" if layer else "the embeddings"
-        raise MoesaicError(f"layer {layer}: its inputs, {where}, hold NaN or infinity")
+        where = f"layer {layer - 1} puts out" if layer else "the embeddings put out"
+        raise MoesaicError(f"{where} NaN or infinity on the calibration text")
+
+
+def _blame_a_layer(stream: Stream) -> None:
+    """Finds the first layer of a broken model whose output is not finite."""
+    for layer in range(len(stream.ffns.layers)):
+        _check_inputs(stream, layer)
+        stream.advance(layer)
+    _check_inputs(stream, len(stream.ffns.layers))
 
 
 def _become_ours(dense: Any, config: Any) -> None:

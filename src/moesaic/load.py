@@ -98,6 +98,7 @@ def load_model(
             dtype=choose_dtype(dtype),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
             use_safetensors=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -107,10 +108,11 @@ def load_model(
             ) from error
         raise _cannot_load(model, error) from error
     for what in ("missing_keys", "mismatched_keys"):
-        if broken := sorted(str(key) for key in info.get(what) or ()):
+        keys = [key[0] if isinstance(key, tuple) else key for key in info.get(what) or ()]
+        if keys:
             raise MoesaicError(
-                f"{model}: {len(broken)} weights are {what.split('_')[0]} in the checkpoint, "
-                f"among them {broken[0]}; fetch the model again"
+                f"{model}: {len(keys)} weights are {what.split('_')[0]} in the checkpoint, "
+                f"among them {min(keys)}; fetch the model again"
             )
     return loaded.to(device).eval()
 

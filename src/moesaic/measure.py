@@ -14,7 +14,8 @@ from moesaic.adapters import DenseFFN
 from moesaic.carve import Partition
 from moesaic.modeling import MoesaicBlock
 
-MEASURED_TOKENS = 2048  # the oracle needs every expert's output; a sample of tokens is enough
+# The oracle needs every expert's output, so a sample must do: an eighth of the tokens, bounded.
+FEWEST_TOKENS, MOST_TOKENS = 512, 2048
 
 
 @dataclass
@@ -47,8 +48,9 @@ class LayerReport:
 class LayerMeter:
     """Sees the converted layer's FFN inputs and outputs and sums up what the report needs."""
 
-    def __init__(self, ffn: DenseFFN, parts: Partition, block: MoesaicBlock):
+    def __init__(self, ffn: DenseFFN, parts: Partition, block: MoesaicBlock, tokens: int):
         self.ffn, self.parts, self.block = ffn, parts, block
+        self.wanted = min(max(tokens // 8, FEWEST_TOKENS), MOST_TOKENS)
         self.tokens = 0
         self.sums: dict[str, Any] = {
             "error": 0.0, "energy": 0.0, "hits": 0.0, "kept": 0.0, "best": 0.0, "mass": 0.0,
@@ -57,7 +59,7 @@ class LayerMeter:
 
     @torch.no_grad()
     def __call__(self, x_TD: torch.Tensor, y_TD: torch.Tensor) -> None:
-        take = min(len(x_TD), MEASURED_TOKENS - self.tokens)
+        take = min(len(x_TD), self.wanted - self.tokens)
         if take <= 0:
             return
         x_TD, y_TD = x_TD[:take], y_TD[:take]

@@ -21,7 +21,7 @@ from torch import nn
 
 from moesaic.adapters import FFNs
 
-BLOCK_TOKENS = 4096  # tokens that pass through a layer at once
+BLOCK_TOKENS = 2048  # tokens that pass through a layer at once
 
 
 @dataclass

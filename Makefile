@@ -1,0 +1,43 @@
+# Everything in a virtual environment of its own; Python 3.11 or later.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check bench golden clean
+
+demo: $(VENV)/installed
+	$(BIN)/moesaic demo
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Conversion time and memory against a dense forward pass, assignment against lap: some minutes.
+bench: $(VENV)/installed-dev
+	$(PIP) --editable '.[bench]'
+	$(BIN)/python benchmarks/bench_convert.py
+
+# The numbers that tests/test_golden.py compares with; only on purpose.
+golden: $(VENV)/installed-dev
+	$(BIN)/python -m tests.test_golden
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or later: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/installed

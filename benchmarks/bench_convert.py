@@ -1,0 +1,155 @@
+"""What a conversion costs: time against a dense forward pass, memory against its bound.
+
+    make bench
+
+Every time is a ratio to the dense pass over the same tokens (layers only, no head), both measured
+in turn in one process; the median of the pairs is given with its range.
+"""
+
+from __future__ import annotations
+
+import copy
+import platform
+import statistics
+import threading
+import time
+from importlib.metadata import version
+from typing import Any
+
+import lap
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import moesaic
+from moesaic.adapters import find_ffns
+from moesaic.assignment import balanced_assignment
+from moesaic.data import sample_windows, to_ids
+from moesaic.load import load_model, load_tokenizer
+from moesaic.stream import BLOCK_TOKENS, Stream
+
+CPU = torch.device("cpu")
+console = Console(width=110)
+
+
+def dense_pass(model: Any, windows_NL: torch.Tensor) -> float:
+    stream = Stream(find_ffns(model), windows_NL, CPU)
+    begun = time.perf_counter()
+    for layer in range(len(stream.ffns.layers)):
+        stream.advance(layer)
+    return time.perf_counter() - begun
+
+
+def bench_time(name: str, model: Any, windows_NL: torch.Tensor, rounds: int) -> None:
+    ratios, steps = [], []
+    for number in range(rounds + 1):
+        victim = copy.deepcopy(model)
+        dense = dense_pass(model, windows_NL)
+        _, report = moesaic.convert(victim, "cmoe", "S3A3E8", windows_NL)
+        if number:  # the first pair warms up
+            ratios.append(sum(report.step_seconds.values()) / dense)
+            steps.append({k: v / dense for k, v in report.step_seconds.items()})
+    table = Table("step", "dense forward passes", title=f"{name}, {windows_NL.numel()} tokens")
+    for step in steps[0]:
+        table.add_row(step, f"{statistics.median(s[step] for s in steps):.2f}")
+    table.add_row("all", f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})")
+    console.print(table)
+
+
+class PeakMemory:
+    """Highest resident memory of this process while inside the block, sampled every 5 ms."""
+
+    def __enter__(self) -> PeakMemory:
+        self.process, self.done = psutil.Process(), threading.Event()
+        self.before = self.peak = self.process.memory_info().rss
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self) -> None:
+        while not self.done.wait(0.005):
+            self.peak = max(self.peak, self.process.memory_info().rss)
+
+    def __exit__(self, *unused: object) -> None:
+        self.done.set()
+        self.thread.join()
+
+
+def bench_memory(layers: int, samples: int, length: int) -> None:
+    """Peak above the dense weights, for a deep and for a shallow model of the same layers."""
+    model = llama_layers(layers)
+    windows_NL = torch.randint(0, 1000, (samples, length))
+    config = model.config
+    hidden, neurons = config.hidden_size, config.intermediate_size
+    layer = 3 * hidden * neurons * 4  # the converted FFN beside the dense one it replaces
+    inputs = windows_NL.numel() * hidden * 4
+    marks = windows_NL.numel() * 10 * (4 + 4 + 8)  # column index, one, and their int64 copy
+    block = BLOCK_TOKENS * (4 * neurons + 8 * hidden) * 4
+    with PeakMemory() as memory:
+        moesaic.convert(model, "cmoe", "S3A3E8", windows_NL)
+    table = Table("MB", "", title=f"memory, {layers} layers of {hidden}/{neurons}, fp32")
+    weights = sum(p.nbytes for p in model.parameters())
+    for name, value in (
+        ("dense weights", weights),
+        ("bound above them", layer + inputs + marks + block),
+        ("  one converted FFN", layer),
+        ("  inputs of one layer, all tokens", inputs),
+        ("  activation marks", marks),
+        ("  one token block", block),
+        ("measured above them", memory.peak - memory.before),
+    ):
+        table.add_row(name, f"{value / 1e6:.0f}")
+    console.print(table)
+
+
+def llama_layers(layers: int) -> Any:
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=4, vocab_size=1000,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def bench_assignment(neurons: int, experts: int, rounds: int) -> None:
+    """The transportation problem against Jonker-Volgenant on the expanded matrix."""
+    cost_NR = np.random.default_rng(0).integers(0, 4096, (neurons, experts)).astype(np.float64)
+    fast = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        ours_N = balanced_assignment(cost_NR)
+        fast.append(time.perf_counter() - begun)
+    begun = time.perf_counter()
+    expanded = np.repeat(cost_NR, neurons // experts, axis=1)
+    value, _, _ = lap.lapjv(expanded)
+    slow = time.perf_counter() - begun
+    ours = cost_NR[np.arange(neurons), ours_N].sum()
+    table = Table("", "", title=f"balanced assignment, {neurons} neurons to {experts} experts")
+    table.add_row("objective, transportation problem", f"{ours:.0f}")
+    table.add_row("objective, lap.lapjv on the expanded matrix", f"{value:.0f}")
+    table.add_row("times faster", f"{slow / statistics.median(fast):.0f}")
+    console.print(table)
+
+
+def main() -> None:
+    names = ("moesaic", "torch", "transformers", "POT", "lap")
+    console.print(
+        f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads, Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in names)
+    )
+    ids = to_ids("demo", load_tokenizer("demo"))
+    demo = load_model("demo", "float32")
+    bench_time("demo model", demo, sample_windows(ids, 8, 512, 0), rounds=9)
+    bench_time("demo model", demo, sample_windows(ids, 64, 512, 0), rounds=5)
+    bench_time("layer of 2048/5632", llama_layers(1), torch.randint(0, 1000, (8, 2048)), rounds=3)
+    for layers in (2, 8):
+        bench_memory(layers, samples=4, length=2048)
+    bench_assignment(6880, 5, rounds=5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""Text sources: every kind of file, what goes wrong with them, and windows of token ids."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from moesaic.data import encode, has_heldout_split, read_documents, sample_windows, to_ids
+from moesaic.demo import DEMO_SPLITS, demo_documents
+from moesaic.errors import MoesaicError
+
+TEXTS = ["Grüße,\nWorld.", "second\u2028text", "third"]
+ROWS = [{"text": text, "body": text.upper(), "n": i} for i, text in enumerate(TEXTS)]
+LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+
+
+def write_lines(path: Path) -> None:
+    path.write_text(LINES + "\n\n", encoding="utf-8")
+
+
+def write_gzip_lines(path: Path) -> None:
+    path.write_bytes(gzip.compress(LINES.encode()))
+
+
+def write_zip(path: Path) -> None:
+    """Members in another order than that of their names, and one that is a folder."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.mkdir("folder")
+        for name, text in (("b.txt", TEXTS[1]), ("folder/c", TEXTS[2]), ("a.txt", TEXTS[0])):
+            archive.writestr(name, text)
+
+
+def write_parquet(path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+STRUCTURED = {
+    "x.jsonl": write_lines,
+    "x.json": write_lines,
+    "x.jsonl.gz": write_gzip_lines,
+    "x.json.gz": write_gzip_lines,
+    "x.v2.jsonl": write_lines,
+    "x.parquet": write_parquet,
+}
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, and <s> before the whole."""
+    characters = "\n abcdefghijklmnopqrstuvwxyz"
+    vocabulary = {"<s>": 0} | {character: i + 1 for i, character in enumerate(characters)}
+    model = Tokenizer(WordLevel(vocabulary, unk_token="<s>"))
+    model.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    model.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>")
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.md", "x", "x.txt.gz"])
+def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
+    data = "\n\n".join(TEXTS).encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert read_documents(tmp_path / name) == ["\n\n".join(TEXTS)]
+    assert read_documents(str(tmp_path / name)) == ["\n\n".join(TEXTS)]
+
+
+@pytest.mark.parametrize(("name", "write"), STRUCTURED.items())
+def test_a_structured_file_is_one_document_a_row(
+    tmp_path: Path, name: str, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path / name)
+    assert read_documents(tmp_path / name) == TEXTS
+    assert read_documents(f"{tmp_path / name}:text") == TEXTS
+
+
+@pytest.mark.parametrize(("name", "write"), STRUCTURED.items())
+def test_the_field_can_be_named(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
+    write(tmp_path / name)
+    assert read_documents(f"{tmp_path / name}:body") == [text.upper() for text in TEXTS]
+
+
+def test_a_zip_is_one_document_a_member_in_the_order_of_their_names(tmp_path: Path) -> None:
+    write_zip(tmp_path / "x.zip")
+    assert read_documents(tmp_path / "x.zip") == TEXTS
+
+
+def test_a_colon_in_a_file_s_own_name_is_no_field(tmp_path: Path) -> None:
+    (tmp_path / "a:b.txt").write_text("text")
+    assert read_documents(tmp_path / "a:b.txt") == ["text"]
+
+
+def test_blank_documents_are_left_out(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in ("a", "", " \n\t", "b")]
+    (tmp_path / "x.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows))
+    assert read_documents(tmp_path / "x.jsonl") == ["a", "b"]
+
+
+def test_a_missing_value_is_no_text(tmp_path: Path) -> None:
+    """A null is not the word None."""
+    pq.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "x.parquet")
+    assert read_documents(tmp_path / "x.parquet") == ["a", "b"]
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}')
+    assert read_documents(tmp_path / "x.jsonl") == ["a", "b"]
+
+
+# --- files that are refused --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "write"), STRUCTURED.items())
+def test_a_wrong_field_lists_the_fields(
+    tmp_path: Path, name: str, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path / name)
+    with pytest.raises(MoesaicError, match="field 'content'; it has text, body, n"):
+        read_documents(f"{tmp_path / name}:content")
+
+
+@pytest.mark.parametrize(("line", "found"), [('["text"]', "list"), ('"text"', "str"), ("3", "int")])
+def test_a_line_that_is_no_record(tmp_path: Path, line: str, found: str) -> None:
+    (tmp_path / "x.jsonl").write_text(f'{{"text": "a"}}\n{line}')
+    with pytest.raises(MoesaicError, match=f"x.jsonl .*field 'text'; it has {found}"):
+        read_documents(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\n\t"])
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.txt.gz"])
+def test_a_blank_file(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(MoesaicError, match=f"{name}.* holds no text"):
+        read_documents(tmp_path / name)
+
+
+def test_a_zip_and_a_table_without_rows(tmp_path: Path) -> None:
+    zipfile.ZipFile(tmp_path / "x.zip", "w").close()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "x.parquet")
+    for name in ("x.zip", "x.parquet"):
+        with pytest.raises(MoesaicError, match="holds no text"):
+            read_documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "absent.jsonl:body", "wikitext", "folder", ""])
+def test_a_missing_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(MoesaicError, match="no such text") as refusal:
+        read_documents(str(tmp_path / name) if name else "")
+    assert name in str(refusal.value)
+
+
+def truncated_gzip() -> bytes:
+    return gzip.compress(LINES.encode())[:-12]
+
+
+def corrupt_gzip() -> bytes:
+    """Whole, with bytes in the middle that no deflate stream has."""
+    data = bytearray(gzip.compress(LINES.encode()))
+    data[12:30] = b"\xff" * 18
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.jsonl", b'{"text": "a"}\n{"text": '),
+        ("x.jsonl", b"plain words"),
+        ("x.txt", "Grüße".encode("latin-1")),
+        ("x.jsonl", '{"text": "Grüße"}'.encode("latin-1")),
+        ("x.txt.gz", gzip.compress("Grüße".encode("latin-1"))),
+        ("x.jsonl.gz", truncated_gzip()),
+        ("x.jsonl.gz", corrupt_gzip()),
+        ("x.jsonl.gz", LINES.encode()),
+        ("x.zip", b"PK\x03\x04 and no more"),
+        ("x.parquet", b"PAR1 and no more"),
+    ],
+    ids=["half a line", "no JSON", "Latin-1", "Latin-1 lines", "Latin-1 gzip", "half a gzip",
+         "corrupt gzip", "no gzip", "no zip", "no parquet"],
+)  # fmt: skip
+def test_a_broken_file_is_named(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(MoesaicError, match="cannot read") as refusal:
+        read_documents(tmp_path / name)
+    assert str(tmp_path / name) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "member", "encoding", "password"])
+def test_a_broken_zip_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "x.zip"
+    write_zip(path)
+    data = bytearray(path.read_bytes())
+    if damage == "truncated":
+        data = data[:-30]
+    elif damage == "member":
+        start = data.index(b"b.txt") + len("b.txt")
+        data[start : start + 8] = b"\xff" * 8
+    elif damage == "password":  # the flag says encrypted, in both headers of the member
+        data[data.index(b"PK\x03\x04", 1) + 6] |= 1
+        central = data.index(b"PK\x01\x02")
+        data[data.index(b"PK\x01\x02", central + 1) + 8] |= 1
+    path.write_bytes(data)
+    if damage == "encoding":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a.txt", "Grüße".encode("latin-1"))
+    with pytest.raises(MoesaicError, match="cannot read") as refusal:
+        read_documents(path)
+    assert str(path) in str(refusal.value)
+
+
+# --- other sources -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hub:", "hub:a/b", "hub:a/b:c:train", "hub:a/b:c:train:text:x"])
+def test_a_malformed_hub_source(name: str) -> None:
+    with pytest.raises(MoesaicError, match="expected hub:NAME:CONFIG:SPLIT:FIELD") as refusal:
+        read_documents(name)
+    assert name in str(refusal.value)
+
+
+def test_only_named_sources_have_a_heldout_split() -> None:
+    assert all(has_heldout_split(name) for name in ("wikitext2", "c4", "demo"))
+    assert not has_heldout_split("x.txt")
+    assert not has_heldout_split(torch.arange(3))
+
+
+def test_demo_splits_are_disjoint_and_not_empty() -> None:
+    splits = {name: {text for text in demo_documents(name) if text.strip()} for name in DEMO_SPLITS}
+    assert sorted(splits) == ["calibration", "heldout", "train"]
+    for name, texts in splits.items():
+        assert sum(map(len, texts)) > 300_000, name
+        assert all(texts.isdisjoint(splits[other]) for other in splits if other != name)
+
+
+def test_demo_reads_calibration_or_heldout_text() -> None:
+    calibration, heldout = read_documents("demo"), read_documents("demo", heldout=True)
+    assert calibration == read_documents("demo:calibration")
+    assert heldout == read_documents("demo:heldout", heldout=False)
+    assert set(calibration).isdisjoint(heldout)
+    with pytest.raises(ValueError, match="'test'"):
+        demo_documents("test")
+    with pytest.raises(MoesaicError, match="no such text: demo:test"):
+        read_documents("demo:test")
+
+
+# --- token ids ---------------------------------------------------------------------------------
+
+
+def test_documents_are_joined_by_blank_lines(tokenizer: PreTrainedTokenizerFast) -> None:
+    """And the tokenizer's special token stands once, before the whole."""
+    ids = encode(tokenizer, ["ab", "c d", "e"])
+    assert ids.dtype == torch.long
+    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["<s>", *"ab\n\nc d\n\ne"]
+
+
+def test_ids_from_a_file_a_list_and_a_tensor_are_the_same(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "ab"}\n{"text": "c"}')
+    expected = encode(tokenizer, ["ab", "c"])
+    for source in (tmp_path / "x.jsonl", str(tmp_path / "x.jsonl"), ["ab", "c"], expected.int()):
+        ids = to_ids(source, tokenizer)
+        assert ids.dtype == torch.long
+        assert torch.equal(ids, expected)
+
+
+def test_ids_from_a_dataset(tokenizer: PreTrainedTokenizerFast) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["ab", "c"]})
+    assert torch.equal(to_ids(rows, tokenizer), encode(tokenizer, ["ab", "c"]))
+    with pytest.raises(MoesaicError, match=r"no field 'text'; it has \['body'\]"):
+        to_ids(rows.rename_column("text", "body"), tokenizer)
+
+
+@pytest.mark.parametrize("source", [[], [""], [" \n"]])
+def test_empty_text_is_refused(source: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(MoesaicError, match="empty"):
+        to_ids(source, tokenizer)
+
+
+def test_text_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(MoesaicError, match="needs a tokenizer"):
+        to_ids(["ab"], None)
+    assert to_ids(torch.arange(3), None).tolist() == [0, 1, 2]
+
+
+# --- windows -----------------------------------------------------------------------------------
+
+
+def test_windows_depend_on_the_seed_and_on_nothing_else() -> None:
+    ids = torch.arange(1000)
+    first = sample_windows(ids, 8, 16, seed=0)
+    torch.manual_seed(5)
+    assert torch.equal(sample_windows(ids, 8, 16, seed=0), first)
+    assert not torch.equal(sample_windows(ids, 8, 16, seed=1), first)
+
+
+def test_more_samples_begin_with_the_same() -> None:
+    ids = torch.arange(1000)
+    assert torch.equal(sample_windows(ids, 20, 16, 0)[:8], sample_windows(ids, 8, 16, 0))
+
+
+def test_windows_are_consecutive_tokens_of_the_text() -> None:
+    """Every place is drawn, the first and the last included, and none beyond."""
+    windows_NL = sample_windows(torch.arange(100, 120), 500, 16, seed=0)
+    assert windows_NL.shape == (500, 16)
+    assert (windows_NL.diff(dim=1) == 1).all()
+    assert set(windows_NL[:, 0].tolist()) == {100, 101, 102, 103, 104}
+
+
+def test_a_text_of_one_window() -> None:
+    assert sample_windows(torch.arange(16), 2, 16, 0).tolist() == [list(range(16))] * 2
+
+
+def test_windows_are_taken_as_they_are() -> None:
+    windows_NL = torch.arange(6).view(2, 3)
+    assert torch.equal(sample_windows(windows_NL, 99, 99, 0), windows_NL)
+
+
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(MoesaicError, match="has 15 tokens, one sample needs 16"):
+        sample_windows(torch.arange(15), 2, 16, 0)

@@ -1,0 +1,197 @@
+"""Multiply-accumulates per token, against the paper's table and against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
+
+from moesaic.errors import MoesaicError
+from moesaic.flops import Macs, count_macs, meta_model
+from moesaic.layout import Layout
+from moesaic.plan import make_plan
+
+TINY: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 43,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+# Weights of matrix products in TINY.
+ATTENTION, FFN, HEAD = 3 * 4 * 16 * 16, 3 * 3 * 16 * 43, 50 * 16
+
+
+def llama_2_7b() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+    )
+
+
+def dense(config: PreTrainedConfig, tokens: int = 1) -> Macs:
+    return count_macs(meta_model(config), tokens)
+
+
+def converted(config: PreTrainedConfig, recipe: str, layout: str, tokens: int = 1) -> Macs:
+    planned = make_plan(config, "a model", recipe, layout).config
+    return count_macs(meta_model(planned), tokens)
+
+
+def seen_by_loops(tokens: int, window: int | None) -> int:
+    """Pairs of a query and a key it may attend to."""
+    return sum(
+        1
+        for query in range(tokens)
+        for key in range(tokens)
+        if key <= query and (window is None or query - key < window)
+    )
+
+
+def test_llama_2_7b_at_128_tokens() -> None:
+    """The dense line of the paper's Table 5."""
+    macs = dense(llama_2_7b(), 128)
+    assert round(macs.total / 1e9, 1) == 845.7
+    assert macs.attention == 128 * 32 * 4 * 4096**2
+    assert macs.ffn == 128 * 32 * 3 * 4096 * 11008
+    assert macs.head == 128 * 32000 * 4096
+    assert macs.router == 0
+    assert macs.active_ffn_fraction == 1
+
+
+def test_llama_2_7b_at_s3a3e8() -> None:
+    """A quarter of the FFN less, a router of 5 experts more."""
+    before, after = dense(llama_2_7b(), 128), converted(llama_2_7b(), "cmoe", "S3A3E8", 128)
+    assert round(after.total / 1e9, 1) == 707.4
+    assert after.ffn == before.ffn * 3 / 4
+    assert after.router == 128 * 32 * 2 * 5 * 4096
+    assert (after.attention, after.head) == (before.attention, before.head)
+    assert after.active_ffn_fraction == 0.75
+
+
+def test_the_plan_counts_one_token_before_and_after() -> None:
+    plan = make_plan(LlamaConfig(**TINY), "a model", "cmoe", "S3A3E8")
+    assert plan.dense_macs == dense(LlamaConfig(**TINY))
+    assert plan.macs == converted(LlamaConfig(**TINY), "cmoe", "S3A3E8")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tiny_model_by_hand(tied: bool) -> None:
+    """The head is work whether or not it shares its weight with the embedding."""
+    macs = dense(LlamaConfig(**TINY, tie_word_embeddings=tied))
+    assert (macs.attention, macs.ffn, macs.router, macs.head) == (ATTENTION, FFN, 0, HEAD)
+    assert macs.total == ATTENTION + FFN + HEAD
+
+
+def test_a_tiny_model_s_count_is_the_sum_over_its_matrices() -> None:
+    model = meta_model(LlamaConfig(**TINY))
+    matrices = [
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if weight.ndim == 2 and "embed_tokens" not in name
+    ]
+    assert len(matrices) == 3 * 7 + 1
+    assert count_macs(model, 10).total == 10 * sum(matrices)
+
+
+def test_two_matrix_ffns_and_conv1d() -> None:
+    config = GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=3, n_head=4, n_inner=43, bos_token_id=0, eos_token_id=0
+    )
+    macs = dense(config)
+    assert (macs.attention, macs.ffn, macs.head) == (ATTENTION, 3 * 2 * 16 * 43, HEAD)
+
+
+def test_everything_grows_with_the_tokens_and_scores_with_their_square() -> None:
+    one, ten = dense(LlamaConfig(**TINY)), dense(LlamaConfig(**TINY), 10)
+    assert ten.total == 10 * one.total
+    assert (ten.attention, ten.ffn, ten.head) == (10 * ATTENTION, 10 * FFN, 10 * HEAD)
+    assert ten.scores == 55 * one.scores
+
+
+def test_attention_scores_stand_apart_from_the_total() -> None:
+    """Queries times keys and probabilities times values: 2 * 16 a pair, 3 layers."""
+    macs = dense(LlamaConfig(**TINY), 10)
+    assert macs.scores == 3 * 2 * 16 * seen_by_loops(10, None)
+    assert macs.total == macs.attention + macs.ffn + macs.router + macs.head
+
+
+def test_grouped_queries_have_smaller_matrices_and_the_same_scores() -> None:
+    grouped = dense(LlamaConfig(**TINY | {"num_key_value_heads": 1}), 10)
+    assert grouped.attention == 10 * 3 * (2 * 16 * 16 + 2 * 16 * 4)
+    assert grouped.scores == dense(LlamaConfig(**TINY), 10).scores
+
+
+def test_heads_that_do_not_add_up_to_the_hidden_size() -> None:
+    macs = dense(LlamaConfig(**TINY, head_dim=6), 10)
+    assert macs.attention == 10 * 3 * 4 * 16 * 24
+    assert macs.scores == 3 * 2 * 24 * seen_by_loops(10, None)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 20])
+def test_sliding_windows_by_a_loop(tokens: int) -> None:
+    """Qwen2 with one full and two sliding layers; Gemma-2 alternates."""
+    config = Qwen2Config(**TINY, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    pairs = seen_by_loops(tokens, None) + 2 * seen_by_loops(tokens, 4)
+    assert dense(config, tokens).scores == 2 * 16 * pairs
+    gemma = Gemma2Config(**TINY, head_dim=4, sliding_window=4)
+    assert gemma.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert dense(gemma, tokens).scores == 2 * 16 * pairs
+
+
+@pytest.mark.parametrize("tokens", [4, 20])
+def test_a_window_of_all_layers_by_a_loop(tokens: int) -> None:
+    """Mistral has a window and no list of layer types: it slides in every layer."""
+    macs = dense(MistralConfig(**TINY, sliding_window=4), tokens)
+    assert macs.scores == 3 * 2 * 16 * seen_by_loops(tokens, 4)
+
+
+def test_no_window_where_the_window_is_off() -> None:
+    config = Qwen2Config(**TINY, use_sliding_window=False, sliding_window=4)
+    assert dense(config, 20).scores == 3 * 2 * 16 * seen_by_loops(20, None)
+
+
+def test_a_tiny_mixture_by_hand() -> None:
+    """43 neurons at S3A3E8: 18 shared, experts of 5, stored as 8; the router has 5 neurons."""
+    macs = converted(LlamaConfig(**TINY), "cmoe", "S3A3E8", 10)
+    assert macs.router == 10 * 3 * 2 * 5 * 16
+    assert macs.ffn == 10 * 3 * 3 * 16 * (18 + 3 * 8)
+    assert (macs.attention, macs.head) == (10 * ATTENTION, 10 * HEAD)
+    assert macs.scores == dense(LlamaConfig(**TINY), 10).scores
+    assert macs.active_ffn_fraction == (18 + 3 * 5) / 43
+
+
+def test_a_mixture_without_a_shared_expert_by_hand() -> None:
+    macs = converted(LlamaConfig(**TINY | {"intermediate_size": 64}), "cmoe", "S0A2E8")
+    assert macs.ffn == 3 * 3 * 16 * 2 * 8
+    assert macs.router == 3 * 2 * 8 * 16
+    assert macs.active_ffn_fraction == 0.25
+
+
+def test_static_is_a_smaller_dense_model() -> None:
+    active = Layout.parse("S3A3E8").sizes(43).active
+    macs = converted(LlamaConfig(**TINY), "static", "S3A3E8")
+    assert (macs.ffn, macs.router) == (3 * 3 * 16 * active, 0)
+    assert macs.active_ffn_fraction == active / 43
+    smaller = dense(LlamaConfig(**TINY | {"intermediate_size": active}))
+    assert replace(macs, active_ffn_fraction=1) == smaller
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    with pytest.raises(MoesaicError, match="is no causal language model"):
+        meta_model(PreTrainedConfig())
