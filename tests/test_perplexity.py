@@ -128,7 +128,7 @@ def test_windows_that_predict_nothing_are_refused(length: int) -> None:
 
 
 def test_a_token_beyond_the_vocabulary_is_refused() -> None:
-    with pytest.raises(MoesaicError, match="token 3, the model knows 3"):
+    with pytest.raises(MoesaicError, match=r"tokens 0..3, the model knows 0..2"):
         perplexity(HAND, tokens(0, 3, 1), 4)
 
 

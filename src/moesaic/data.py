@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _file(name: str) -> list[str]:
             "wikitext2, c4, hub:NAME:CONFIG:SPLIT:FIELD or demo"
         )
     try:
-        suffixes = "".join(path.suffixes[-2:])
+        kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
                 return [
@@ -90,15 +91,15 @@ def _file(name: str) -> list[str]:
             import pyarrow.parquet
 
             table = pyarrow.parquet.read_table(path)
-            return [str(row) for row in _column(path, table.column_names, field, table)]
+            return [_text(row) for row in _column(path, table.column_names, field, table)]
         data = path.read_bytes()
         if path.suffix == ".gz":
             data = gzip.decompress(data)
         text = data.decode("utf-8")
-        if ".jsonl" in suffixes or ".json" in suffixes:
+        if kind in {".jsonl", ".json"}:
             return [_field(path, row, field) for row in io.StringIO(text) if row.strip()]
         return [text]
-    except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, ValueError) as error:
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
         if isinstance(error, MoesaicError):
             raise
         raise MoesaicError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
@@ -115,7 +116,11 @@ def _field(path: Path, row: str, field: str) -> str:
     if not isinstance(record, dict) or field not in record:
         names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise MoesaicError(f"{path} has a line without the field {field!r}; it has {names}")
-    return str(record[field])
+    return _text(record[field])
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def _hub(name: str, hub_id: str, config: Any, files: Any, field: str, split: str) -> list[str]:
@@ -123,7 +128,7 @@ def _hub(name: str, hub_id: str, config: Any, files: Any, field: str, split: str
 
     try:
         rows = datasets.load_dataset(hub_id, config, data_files=files, split=split)
-        return list(rows[field])
+        return [_text(row) for row in rows[field]]
     except Exception as error:  # the library raises many kinds for one cause
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MoesaicError(
@@ -149,10 +154,11 @@ def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> torch.Tensor:
     elif hasattr(source, "column_names"):
         if "text" not in source.column_names:
             raise MoesaicError(f"the dataset has no field 'text'; it has {source.column_names}")
-        documents = list(source["text"])
+        documents = source["text"]
     else:
-        documents = list(source)
-    if not any(isinstance(d, str) and d.strip() for d in documents):
+        documents = source
+    documents = [text for text in map(_text, documents) if text.strip()]
+    if not documents:
         raise MoesaicError("the calibration text is empty")
     if tokenizer is None:
         raise MoesaicError("text needs a tokenizer: pass one, or token ids, with a model in memory")

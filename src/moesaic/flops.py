@@ -105,7 +105,8 @@ def _scores(config: Any, tokens: int) -> float:
     """Queries times keys and probabilities times values, causal, within sliding windows."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    # A family with a window and no list of layer types slides in every layer.
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     seen = 0
     for kind in types:
         reach = min(window, tokens) if window and kind == "sliding_attention" else tokens

@@ -41,6 +41,8 @@ class Layout:
     num_total: int
 
     def __post_init__(self) -> None:
+        if self.num_shared < 0:
+            raise MoesaicError(f"layout {self}: the number of shared experts is at least 0")
         if self.num_active < 1:
             raise MoesaicError(f"layout {self}: at least one routed expert must run (A >= 1)")
         if self.num_total <= self.num_shared:

@@ -41,7 +41,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for step, known in _INGREDIENTS.items():
-            if getattr(self, step) not in known:
+            if not isinstance(getattr(self, step), str) or getattr(self, step) not in known:
                 raise unknown(step, str(getattr(self, step)), known)
         if (self.grouping == "none") != (self.router == "none"):
             raise MoesaicError(
@@ -49,8 +49,14 @@ class Recipe:
                 "without groups there is nothing to route, so both are none or neither"
             )
         for name in ("activation_top_k", "kmeans_rounds"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
                 raise MoesaicError(f"recipe {self.name!r}: {name} is {value!r}; it must be >= 1")
+        for name in ("normalise", "absolute"):
+            if type(getattr(self, name)) is not bool:
+                raise MoesaicError(
+                    f"recipe {self.name!r}: {name} is {getattr(self, name)!r}; it is true or false"
+                )
 
     @property
     def routed(self) -> bool:
@@ -96,13 +102,13 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     if path.suffix not in {".yaml", ".yml"}:
         raise unknown("recipe", str(recipe), [*RECIPES, "FILE.yaml"])
     try:
-        given = yaml.safe_load(path.read_text())
+        given = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise MoesaicError(f"recipe {path}: {' '.join(str(error).split())}") from error
     if not isinstance(given, dict):
         raise MoesaicError(f"recipe {path}: expected a mapping such as 'base: cmoe'")
     base = given.pop("base", None)
-    if base is not None and base not in RECIPES:
+    if base is not None and (not isinstance(base, str) or base not in RECIPES):
         raise unknown("recipe", str(base), RECIPES)
     names = {field.name for field in fields(Recipe)}
     for key in given:

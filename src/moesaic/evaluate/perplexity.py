@@ -35,14 +35,16 @@ def perplexity(
     Costs one forward pass over the first `max_tokens` tokens. Raises MoesaicError for a text of
     fewer than two tokens, ids outside the vocabulary and a loss that is not finite.
     """
+    if sequence_length < 2:
+        raise MoesaicError(f"windows of {sequence_length} tokens predict nothing; take 2 or more")
     ids = ids[:max_tokens]
     if len(ids) < 2:
         raise MoesaicError(f"perplexity needs at least 2 tokens, the text has {len(ids)}")
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    if int(ids.max()) >= vocabulary:
+    if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
         raise MoesaicError(
-            f"the text has token {int(ids.max())}, the model knows {vocabulary}: "
-            "the tokenizer is not this model's"
+            f"the text has tokens {int(ids.min())}..{int(ids.max())}, the model knows "
+            f"0..{vocabulary - 1}: the tokenizer is not this model's"
         )
     device = model.get_input_embeddings().weight.device
     total, count = 0.0, 0

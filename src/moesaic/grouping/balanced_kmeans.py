@@ -22,24 +22,24 @@ def balanced_kmeans(
     """Neurons of each expert (R, M): squared-L2 k-means whose every round is an exact assignment.
 
     Seeds are the R most active candidates; stops when an assignment repeats, after `rounds` at
-    the latest. With S_j the sum of an expert's M columns, the squared distance of column c_i to
-    the centroid S_j / M is, up to a term of the row, (|S_j|^2 - 2 M c_i.S_j) / M^2: whole numbers
-    throughout, so neither rounding nor token order can change the result.
+    the latest. The squared distance of column c_i to the centroid S_j / M, S_j the sum of the
+    expert's M columns, is |c_i|^2 - 2 c_i.S_j / M + |S_j / M|^2. Where every neuron is assigned
+    once and every expert gets M neurons, a term of the row, a term of the column and a positive
+    factor leave the best assignment as it is, so -c_i.S_j serves: whole numbers, which neither
+    rounding nor the order of tokens can change.
 
     Cost per round: O(q K R) for the sparse products, then one N x R transportation problem.
     """
     columns = profile.active.astype(np.int64)[:, candidates_N].tocsr()
     rows = columns.T.tocsr()
     seeds_R = np.argsort(-profile.count_F[candidates_N], kind="stable")[:num_routed]
-    sums_TR, size = columns[:, seeds_R].toarray(), 1
+    sums_TR = columns[:, seeds_R].toarray()
     expert_N = np.full(len(candidates_N), -1)
     for _ in range(rounds):
         previous_N = expert_N
-        cost_NR = (sums_TR**2).sum(0) - 2 * size * (rows @ sums_TR)
-        expert_N = balanced_assignment(cost_NR.astype(np.float64))
+        expert_N = balanced_assignment(-(rows @ sums_TR).astype(np.float64))
         if np.array_equal(expert_N, previous_N):
             break
-        size = len(candidates_N) // num_routed
         sums_TR = columns @ np.eye(num_routed, dtype=np.int64)[expert_N]
     order_N = np.argsort(expert_N, kind="stable")
     return candidates_N[order_N].reshape(num_routed, -1)
