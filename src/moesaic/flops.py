@@ -1,6 +1,6 @@
 """Work per token: multiply-accumulates of matrix products with weights.
 
-The count of the paper's efficiency table (Table 5): every weight of a matrix product counts once
+The count of the paper's efficiency table (Table 7): every weight of a matrix product counts once
 per token, the head for every token, embeddings and element-wise work not at all. Attention
 scores, which grow with the context, stand on a line of their own.
 """

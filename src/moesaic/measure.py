@@ -22,7 +22,7 @@ FEWEST_TOKENS, MOST_TOKENS = 512, 2048
 class LayerReport:
     """Quality of one converted layer on `tokens` calibration tokens.
 
-    `relative_error` is the paper's objective (eq. 3) over the output's own energy:
+    `relative_error` is the paper's objective (eq. 2) over the output's own energy:
     mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2. The oracle runs the K experts of largest output
     norm; `router_recall` is the share of them that the router picks (chance is K / R),
     `mass_kept` the share of all experts' output energy in the experts that ran (1 without

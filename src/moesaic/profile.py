@@ -43,7 +43,7 @@ def profile_ffn(
 ) -> Profile:
     """Profiles one FFN on blocks of its inputs x (T, D) in one pass.
 
-    Marks the K neurons of largest abs(h) per token (paper, eqs. 8-9). `normalise` computes h from
+    Marks the K neurons of largest abs(h) per token (paper, eq. 14). `normalise` computes h from
     unit-length inputs and weight rows, as the authors' code does. Holds one block of hidden
     states at a time and 4 K bytes a token. Raises MoesaicError where h is not finite.
     """

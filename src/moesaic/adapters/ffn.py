@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 @dataclass(frozen=True)
 class DenseFFN:
-    """h = act(gate x) * (up x), or act(up x) without a gate; F(x) = down h (paper, eq. 2).
+    """h = act(gate x) * (up x), or act(up x) without a gate; F(x) = down h (paper, eq. 3).
 
     Biases of gate and up move with their neurons, the bias of down belongs to the output.
     """

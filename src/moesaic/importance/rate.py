@@ -8,5 +8,5 @@ from moesaic.profile import Profile
 
 
 def rate(profile: Profile, ffn: DenseFFN, generator: np.random.Generator) -> NDArray[np.float64]:
-    """The paper's mu times the number of tokens (eq. 10): whole numbers, exact ties. O(q K)."""
+    """The paper's mu times the number of tokens (eq. 15): whole numbers, exact ties. O(q K)."""
     return profile.count_F.astype(np.float64)

@@ -141,7 +141,7 @@ class MoesaicSharedExpert(nn.Module):
 class MoesaicBlock(nn.Module):
     """Replaces one dense FFN: F(x) = shared(x) + sum over chosen experts of gate * expert(x).
 
-    (Paper, Section 4.1, last equation.) A part of size zero is absent: without routed experts
+    (Paper, eq. 4.) A part of size zero is absent: without routed experts
     the block is a smaller dense FFN, which is what static pruning leaves.
     """
 
