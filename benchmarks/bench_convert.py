@@ -88,6 +88,7 @@ def bench_memory(layers: int, samples: int, length: int) -> None:
     inputs = windows_NL.numel() * hidden * 4
     marks = windows_NL.numel() * 10 * (4 + 4 + 8)  # column index, one, and their int64 copy
     block = BLOCK_TOKENS * (4 * neurons + 8 * hidden) * 4
+    dense_pass(model, windows_NL)  # what torch itself takes, once
     with PeakMemory() as memory:
         moesaic.convert(model, "cmoe", "S3A3E8", windows_NL)
     table = Table("MB", "", title=f"memory, {layers} layers of {hidden}/{neurons}, fp32")

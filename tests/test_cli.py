@@ -67,7 +67,6 @@ def test_convert_eval_and_reload(run: Run, model: Path, text: Path, tmp_path: Pa
         "--samples", 2, "--sequence-length", 128,
     )  # fmt: skip
     assert code == 0
-    assert "192 shared" not in printed
     assert "288 shared neurons, 3 of 5 routed experts of 96" in printed
     assert f"moesaic eval {output}" in printed
     names = {path.name for path in output.iterdir()}
@@ -115,6 +114,22 @@ def test_dry_run_says_what_it_would_do_and_writes_nothing(
     assert "nothing was written" in printed
     assert "512 tokens" in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_resumed_run_keeps_the_same_card(
+    run: Run, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [
+        "convert", model, "--output", tmp_path / "out", "--calibration", text,
+        "--sequence-length", 64,
+    ]  # fmt: skip
+    assert run(*command)[0] == 0
+    calm = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr("moesaic.checkpoint.finish", lambda *unused: sys.exit(9))
+        assert run(*command, "--overwrite")[0] == 9
+    assert run(*command, "--overwrite", "--resume")[0] == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == calm
 
 
 def test_recipe_file(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
@@ -249,6 +264,9 @@ def check_error(code: int, error: str, message: str) -> None:
         (["--device", "cuda:99"], "not usable here"),
         (["--dtype", "float3"], "did you mean float32"),
         (["--samples", "0"], "at least 1"),
+        (["--seed", "-1"], "outside 0.."),
+        (["--output", "/"], "exists; choose another"),
+        (["--output", "."], "exists; choose another"),
         (["--sequence-length", "1000"], "outside 2..512"),
         (["--calibration", "no.txt"], "no such text: no.txt"),
         (["--calibration", "hub:a:b"], "hub:NAME:CONFIG:SPLIT:FIELD"),
@@ -331,7 +349,8 @@ def test_eval_refuses_what_cannot_be_compared(
     shutil.copy(model / "tokenizer_config.json", other)
     check_error(*run("eval", other, "--text", text)[::2], "the tokenizer is not this model's")
     check_error(
-        *run("eval", model, "--text", text, "--json", tmp_path / "no" / "x.json")[::2], "no folder"
+        *run("eval", model, "--text", text, "--json", tmp_path / "no" / "x.json")[::2],
+        "no file in a folder",
     )
     check_error(*run("eval", model, "--text", text, "--sequence-length", 1)[::2], "outside 2..512")
 

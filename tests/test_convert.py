@@ -134,11 +134,87 @@ def test_a_damaged_draft_shard_is_made_anew(dense: Path, tmp_path: Path) -> None
         [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), "2"],
         capture_output=True,
     )
-    shard = checkpoint.draft_folder(output) / "model-ffn-00001.safetensors"
+    shard = checkpoint.draft_folder(output) / "model" / "model-ffn-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True, command="x")
     moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
     assert files(output) == files(tmp_path / "calm")
+
+
+_DIES_AT = """
+import os, signal, shutil, sys, pathlib, torch
+import moesaic
+from moesaic import checkpoint
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[3] == "before its name":
+    checkpoint._sync = lambda path: die() if path.name == "model" else None
+elif sys.argv[3] == "between two names":
+    real = pathlib.Path.rename
+    def rename(self, target):
+        result = real(self, target)
+        if pathlib.Path(target).name == "old":
+            die()
+        return result
+    pathlib.Path.rename = rename
+else:
+    checkpoint.shutil.rmtree = die
+moesaic.convert(sys.argv[1], "cmoe", "S3A3E8", torch.load(sys.argv[1] + "/../windows.pt"),
+                output=sys.argv[2], command="x", overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("when", ["before its name", "between two names", "after its name"])
+def test_a_kill_in_the_last_step_keeps_the_old_model_or_the_new(
+    dense: Path, tmp_path: Path, when: str
+) -> None:
+    torch.save(WINDOWS, tmp_path / "windows.pt")
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
+    output = tmp_path / "out"
+    moesaic.convert(dense, "static", "S3A3E8", WINDOWS, output=output, command="x")
+    old = files(output)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _DIES_AT, str(dense), str(output), when],
+        capture_output=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    if when == "after its name":
+        assert files(output) == files(tmp_path / "calm")
+        moesaic.convert(
+            dense, "cmoe", "S3A3E8", WINDOWS, output=output, command="x", overwrite=True
+        )
+    else:
+        kept = output if output.exists() else checkpoint.draft_folder(output) / "old"
+        assert files(kept) == old
+        moesaic.convert(
+            dense, "cmoe", "S3A3E8", WINDOWS, output=output, command="x", overwrite=True,
+            resume=True,
+        )  # fmt: skip
+    assert files(output) == files(tmp_path / "calm")
+    assert not checkpoint.draft_folder(output).exists()
+
+
+def test_resume_refuses_other_weights_of_the_same_shape(dense: Path, tmp_path: Path) -> None:
+    torch.save(WINDOWS, tmp_path / "windows.pt")
+    output = tmp_path / "out"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), "1"],
+        capture_output=True,
+    )
+    tiny_model("llama", seed=1).save_pretrained(dense)
+    with pytest.raises(moesaic.MoesaicError, match="was started with weights"):
+        moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True)
+
+
+def test_folders_of_the_user_are_left_alone(dense: Path, tmp_path: Path) -> None:
+    for name in ("out.partial", "out.old", "out.partial.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("mine")
+    for more in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(moesaic.MoesaicError, match="in the way and not ours"):
+            moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=tmp_path / "out", **more)
+    for name in ("out.partial", "out.old", "out.partial.old"):
+        assert (tmp_path / name / "thesis.txt").read_text() == "mine"
 
 
 def poisoned(layer: int, value: float) -> Any:
@@ -283,7 +359,9 @@ def test_static_keeps_the_best_neurons_without_a_router() -> None:
         ({"calibration": torch.full((2, 8), 96)}, "the model knows 0..95"),
         ({"calibration": [" "]}, "empty"),
         ({"calibration": torch.arange(3, 20)}, "has 17 tokens, one sample needs 64"),
-        ({"device": "cuad"}, "did you mean cuda"),
+        ({"device": "cpu"}, "keeps its dtype and device"),
+        ({"seed": -1}, "outside 0"),
+        ({"samples": 10**8}, "take fewer --samples"),
         ({"recipe": "cmeo"}, "did you mean cmoe"),
     ],
 )

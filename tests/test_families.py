@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,9 +254,49 @@ def test_a_mixture_is_refused() -> None:
         find_ffns(AutoModelForCausalLM.from_config(config))
 
 
-def test_familiar_names_with_another_formula_are_refused() -> None:
+def test_layers_that_return_tuples_are_refused() -> None:
+    from transformers import FalconConfig
+
+    config = FalconConfig(
+        vocab_size=96, hidden_size=32, ffn_hidden_size=52, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, activation="gelu",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(moesaic.MoesaicError, match=r"cannot be run one by one"):
+        moesaic.convert(model, "cmoe", "S3A3E8", tokens(4, CONTEXT))
+
+
+def test_layers_with_inputs_that_depend_on_the_tokens_are_refused() -> None:
+    """Gemma-4 hands every layer an embedding of its own; here a Llama does."""
     model = tiny_model("llama")
+    table = torch.randn(96, 32)
+    real = type(model.model).forward
+
+    def forward(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return real(model.model, input_ids=input_ids, extra=table[input_ids], **kwargs)
+
+    def layer_forward(layer: Any, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return type(layer).forward(layer, hidden + kwargs.pop("extra"), **kwargs)
+
+    model.model.forward = forward
     for layer in model.model.layers:
-        layer.mlp.act_fn = torch.nn.Tanh()
-    with pytest.raises(moesaic.MoesaicError, match="computes something else"):
+        layer.forward = partial(layer_forward, layer)
+    with pytest.raises(moesaic.MoesaicError, match=r"give something else"):
+        moesaic.convert(model, "cmoe", "S3A3E8", tokens(4, CONTEXT))
+
+
+def test_encoder_decoders_are_refused() -> None:
+    from transformers import BartConfig
+
+    from moesaic.plan import make_plan
+
+    with pytest.raises(moesaic.MoesaicError, match="only decoders"):
+        make_plan(BartConfig(), "bart", "cmoe", "S3A3E8")
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_familiar_names_with_another_formula_are_refused(layer: int) -> None:
+    model = tiny_model("llama")
+    model.model.layers[layer].mlp.act_fn = torch.nn.Tanh()
+    with pytest.raises(moesaic.MoesaicError, match=rf"layer {layer} .*computes something else"):
         find_ffns(model)

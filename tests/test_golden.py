@@ -15,6 +15,7 @@ import pytest
 
 import moesaic
 from moesaic.load import load_model
+from tests.families import CONTEXT, tiny_model, tokens
 
 GOLDEN = Path(__file__).with_suffix(".json")
 MODELS = ("stories260K", "babyllama-105")
@@ -38,6 +39,20 @@ def run(shared: Path, model: str, layout: str, recipe: str) -> dict[str, Any]:
     }
 
 
+def run_tiny(recipe: str) -> dict[str, Any]:
+    """The same on a random model, which every machine has."""
+    _, report = moesaic.convert(
+        tiny_model("llama"), recipe, "S3A3E8", tokens(8, CONTEXT, seed=1), seed=1
+    )
+    return {"relative_error": [layer.relative_error for layer in report.layers]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_golden_tiny(recipe: str) -> None:
+    kept = json.loads(GOLDEN.read_text())[f"tiny {recipe}"]
+    assert run_tiny(recipe)["relative_error"] == pytest.approx(kept["relative_error"], rel=0.05)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -59,4 +74,5 @@ if __name__ == "__main__":
         for layout in LAYOUTS
         for recipe in RECIPES
     }
+    numbers |= {f"tiny {recipe}": run_tiny(recipe) for recipe in RECIPES}
     GOLDEN.write_text(json.dumps(numbers, indent=1) + "\n")

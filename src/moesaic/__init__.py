@@ -3,7 +3,7 @@
 from moesaic._version import __version__
 from moesaic.convert import convert
 from moesaic.errors import MoesaicError
-from moesaic.evaluate import perplexity
+from moesaic.evaluate.perplexity import perplexity
 from moesaic.layout import Layout
 from moesaic.recipe import RECIPES, Recipe, load_recipe
 from moesaic.report import ConversionReport

@@ -79,7 +79,8 @@ def carve(ffn: DenseFFN, parts: Partition, recipe: Recipe, config: Any) -> Moesa
         state["shared_expert.down_proj.weight"] = ffn.down_DF[:, torch.from_numpy(parts.shared_S)]
     if len(parts.experts_RM):
         rows("router", ffn.with_unit_rows() if recipe.normalise else ffn, parts.representative_R)
-        scale_R = ffn.up_FD.new_zeros(len(parts.experts_RM))
+        # In float32 whatever the model's dtype: their updates are smaller than bf16 resolves.
+        scale_R = ffn.up_FD.new_zeros(len(parts.experts_RM), dtype=torch.float32)
         state |= {"router.expert_scale": scale_R, "router.selection_bias": scale_R.clone()}
         experts = torch.from_numpy(parts.experts_RM).to(ffn.up_FD.device)
         name = "gate_up_proj" if ffn.gated else "up_proj"

@@ -1,8 +1,9 @@
 """The output folder: written layer by layer beside its final name, which it gets only when whole.
 
-DIR.partial holds one safetensors shard per converted layer (already in its final form, so nothing
-is written twice) and draft.json, which says what run they belong to. A killed run leaves it for
-`--resume`.
+DIR.partial holds draft.json, which says what run it belongs to, reports of finished layers, and
+DIR.partial/model with one safetensors shard per converted layer (already in its final form, so
+nothing is written twice). A killed run leaves it for `--resume`; whatever a run replaces lies in
+DIR.partial/old until the new model has its name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moesaic.errors import MoesaicError
 from moesaic.measure import LayerReport
 from moesaic.modeling import MoesaicBlock
 
-_DRAFT = "draft.json"
+_DRAFT, _MODEL, _OLD = "draft.json", "model", "old"
 SHARD_SIZE = "5GB"
 
 
@@ -34,42 +35,54 @@ class UnfinishedError(MoesaicError):
 
 
 def check_output(output: Path, overwrite: bool, resume: bool) -> None:
-    """Raises MoesaicError where `output` or its draft exists and may not be replaced."""
+    """Raises MoesaicError where `output` or its draft may not be written or replaced."""
+    if not output.name:
+        raise MoesaicError(f"output {output} exists; choose another")
     draft = draft_folder(output)
-    if draft.exists() and not resume and not overwrite:
+    if draft.exists() and not (draft / _DRAFT).is_file():
+        raise MoesaicError(f"{draft} is in the way and not ours; move it or choose another output")
+    if (draft / _MODEL).exists() and not resume and not overwrite:
         raise MoesaicError(
             f"{draft} is left from an unfinished run; pass --resume to go on with it or "
             "--overwrite to start again"
         )
-    if not output.exists():
-        if output.parent.exists() and not output.parent.is_dir():
-            raise MoesaicError(f"output {output}: {output.parent} is not a folder")
+    parent = output.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise MoesaicError(f"output {output}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK):
+        raise MoesaicError(f"output {output}: {parent} may not be written")
+    if not os.path.lexists(output):
         return
     if not overwrite:
         raise MoesaicError(f"output {output} exists; choose another or pass --overwrite")
-    made_by_us = False
-    if (output / "config.json").is_file():
-        try:
-            made_by_us = '"moesaic"' in (output / "config.json").read_text()
-        except (OSError, UnicodeDecodeError):
-            made_by_us = False
-    if not made_by_us and not (output.is_dir() and not any(output.iterdir())):
+    if not _made_by_us(output) and not (output.is_dir() and not any(output.iterdir())):
         raise MoesaicError(
             f"output {output} is not a model made by moesaic, so --overwrite leaves it alone; "
             "choose another folder"
         )
 
 
+def _made_by_us(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return bool(config["model_type"] == "moesaic") and not folder.is_symlink()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def check_space(output: Path, needed: int) -> None:
-    """Raises MoesaicError where the disk has less room than the model takes."""
-    parent = output.absolute().parent
+    """Raises MoesaicError where the disk has less room than the model, less a draft, takes."""
+    draft, parent = draft_folder(output), output.parent
     while not parent.exists():
         parent = parent.parent
+    needed -= sum(path.stat().st_size for path in draft.glob(f"{_MODEL}/*"))
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise MoesaicError(
-            f"output {output}: the model takes {needed / 1e9:.2f} GB, the disk has "
-            f"{free / 1e9:.2f} GB free; make room or choose another disk"
+            f"output {output}: the model takes {needed / 1e9:.3f} GB more, the disk has "
+            f"{free / 1e9:.3f} GB free; make room or choose another disk"
         )
 
 
@@ -111,6 +124,8 @@ def open_draft(output: Path, run: dict[str, Any], resume: bool) -> Path:
     Raises MoesaicError for a draft that was started with other settings.
     """
     draft = draft_folder(output)
+    if (draft / _OLD).exists() and not output.exists():
+        (draft / _OLD).rename(output)  # killed while a new model took an old one's name
     if draft.exists() and resume:
         try:
             started = json.loads((draft / _DRAFT).read_text())
@@ -127,13 +142,13 @@ def open_draft(output: Path, run: dict[str, Any], resume: bool) -> Path:
         return draft
     if draft.exists():
         shutil.rmtree(draft)
-    draft.mkdir(parents=True)
+    (draft / _MODEL).mkdir(parents=True)
     (draft / _DRAFT).write_text(json.dumps(run, indent=2, sort_keys=True) + "\n")
     return draft
 
 
 def _layer_file(draft: Path, layer: int) -> Path:
-    return draft / f"model-ffn-{layer:05d}.safetensors"
+    return draft / _MODEL / f"model-ffn-{layer:05d}.safetensors"
 
 
 def _report_file(draft: Path, layer: int) -> Path:
@@ -160,7 +175,7 @@ def load_layer(
     with torch.device("meta"):
         block = MoesaicBlock(config)
     try:
-        report = LayerReport(seconds=0.0, **json.loads(_report_file(draft, layer).read_text()))
+        report = LayerReport(seconds=None, **json.loads(_report_file(draft, layer).read_text()))
         state = {k.removeprefix(f"{prefix}."): v for k, v in load_file(path).items()}
         block.load_state_dict(state, assign=True)
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError):
@@ -174,8 +189,9 @@ def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[st
     Writes the weights outside the FFNs, the index, configuration with its code, generation
     configuration, tokenizer and `files` (name to text).
     """
+    folder = draft / _MODEL
     weight_map: dict[str, str] = {}
-    for path in sorted(draft.glob("model-ffn-*.safetensors")):
+    for path in sorted(folder.glob("model-ffn-*.safetensors")):
         with safe_open(path, "pt") as shard:
             weight_map |= dict.fromkeys(shard.keys(), path.name)
     tied = set(model.all_tied_weights_keys)
@@ -184,7 +200,7 @@ def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[st
         state, filename_pattern="model-rest{suffix}.safetensors", max_shard_size=SHARD_SIZE
     )
     for name, keys in shards.filename_to_tensors.items():
-        _save({key: state[key].cpu().contiguous() for key in keys}, draft / name)
+        _save({key: state[key].cpu().contiguous() for key in keys}, folder / name)
         weight_map |= dict.fromkeys(keys, name)
     bytes_total = sum(t.nbytes for k, t in model.state_dict().items() if k not in tied)
     index = {"metadata": {"total_size": bytes_total}, "weight_map": weight_map}
@@ -192,30 +208,33 @@ def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[st
         "model.safetensors.index.json": json.dumps(index, indent=2, sort_keys=True) + "\n"
     }
     for name, text in files.items():
-        (draft / name).write_text(text)
-    model.config.save_pretrained(draft)
+        (folder / name).write_text(text, "utf-8")
+    model.config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(draft)
+        model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(draft)
-    for path in (*draft.glob("report-*.json"), draft / _DRAFT):
-        path.unlink()
-    _take_name(draft, output)
-
-
-def _take_name(draft: Path, output: Path) -> None:
-    old = output.with_name(output.name + ".old")
+        tokenizer.save_pretrained(folder)
+    for path in (*folder.iterdir(), folder):
+        _sync(path)
     if output.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        output.rename(old)
-    draft.rename(output)
-    shutil.rmtree(old, ignore_errors=True)
+        output.rename(draft / _OLD)
+    folder.rename(output)
+    _sync(output.parent)
+    shutil.rmtree(draft)
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     part = path.with_suffix(".part")
     save_file(tensors, part, {"format": "pt"})
-    with part.open("rb+") as file:
-        os.fsync(file.fileno())
-    part.chmod(path.parent.joinpath(_DRAFT).stat().st_mode)  # safetensors makes private files
+    part.chmod((path.parent.stat().st_mode & 0o666) | 0o600)  # safetensors makes private files
+    _sync(part)
     part.rename(path)
+
+
+def _sync(path: Path) -> None:
+    """On the disk before it gets its name, so that a power cut leaves no whole-looking folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -6,24 +6,25 @@ import json
 import shlex
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from moesaic import _version, demo_run
 from moesaic.convert import convert as convert_model
 from moesaic.convert import prepare
-from moesaic.data import to_ids
 from moesaic.errors import MoesaicError
-from moesaic.evaluate import perplexity
+from moesaic.evaluate import evaluate
 from moesaic.flops import Macs, count_macs, meta_model
-from moesaic.load import choose_device, choose_dtype, load_config, load_model, load_tokenizer
+from moesaic.load import choose_device, choose_dtype, load_config
 from moesaic.plan import make_plan
 from moesaic.recipe import RECIPES
 from moesaic.report import ConversionReport
@@ -92,15 +93,17 @@ def convert(
         model, recipe, layout, source, output=output, samples=samples,
         sequence_length=sequence_length, seed=seed, device=device, dtype=dtype,
         overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
-        command=shlex.join(["moesaic", *sys.argv[1:]]), progress=True,
+        command=_command(), progress=True,
     )  # fmt: skip
     _report_tables(report)
-    against = "" if report.dense_perplexity is None else f" --against {model}"
-    out.print(f"written to {output}; next: moesaic eval {output} --text {source}{against}")
+    next_command = ["moesaic", "eval", str(output), "--text", source, "--against", model]
+    out.print(f"written to {output}; next:\n  {shlex.join(next_command)}")
+    if Path(source).exists():
+        out.print("(better on another text: most of this one may have been used for calibration)")
 
 
 @app.command("eval")
-def evaluate(
+def evaluate_command(
     model: Annotated[str, typer.Argument(help="Hub id, folder (dense or converted), or demo.")],
     text: Annotated[list[str] | None, typer.Option(help="As --calibration; repeatable.")] = None,
     sequence_length: Annotated[
@@ -118,70 +121,48 @@ def evaluate(
     trust_remote_code: Trust = False,
 ) -> None:
     """Measure perplexity on text: windows of L tokens that do not overlap."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise MoesaicError(f"--json {json_file}: {json_file.parent} is no folder")
-    place = choose_device(device)
-    names = [model] if against is None else [model, against]
-    configs = [load_config(name, trust_remote_code) for name in names]
-    if text is None:
-        base = getattr(configs[0], "moesaic", {}).get("base_model", model)
-        text = ["demo" if base == "demo" else "wikitext2"]
-    contexts = [config.get_text_config().max_position_embeddings for config in configs]
-    length = sequence_length or min(2048, *contexts)
-    if not 2 <= length <= min(contexts):
-        raise MoesaicError(f"sequence length {length} is outside 2..{min(contexts)}, the context")
-    results = []
-    for name in names:
-        tokenizer = load_tokenizer(name, trust_remote_code)
-        ids = {source: to_ids(source, tokenizer, heldout=True) for source in text}
-        loaded = load_model(name, dtype, trust_remote_code, place)
-        row: dict[str, Any] = {"model": name, "perplexity": {}, "tokens": {}}
-        total = sum(len(i[:max_tokens]) for i in ids.values())
-        with Progress(console=err, transient=True) as bar:
-            task = bar.add_task(f"evaluating {name}", total=total)
-            for source in text:
-                advance = partial(bar.advance, task)
-                value, count = perplexity(loaded, ids[source], length, max_tokens, advance)
-                row["perplexity"][source], row["tokens"][source] = value, count
-        row["active_ffn_fraction"] = _active_fraction(loaded.config)
-        results.append(row)
-        del loaded
-    result = results[0] | {"sequence_length": length}
-    if against is not None:
-        if results[0]["tokens"] != results[1]["tokens"]:
-            raise MoesaicError(
-                f"{model} and {against} cut the text into different tokens "
-                f"({results[0]['tokens']} and {results[1]['tokens']}): not comparable"
-            )
-        dense = results[1]
-        result["against"] = dense
-        result["ratio"] = {s: result["perplexity"][s] / dense["perplexity"][s] for s in text}
-    table = Table(*["model", "text", "perplexity", "tokens", "active FFN"], title=None)
-    for row in results:
-        for source in text:
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise MoesaicError(f"--json {json_file} is no file in a folder that exists")
+    with Progress(console=err, transient=True) as bar:
+
+        def progress(name: str, total: int) -> Callable[[int], None]:
+            return partial(bar.advance, bar.add_task(f"evaluating {name}", total=total))
+
+        result = evaluate(
+            model, text, against=against, sequence_length=sequence_length, max_tokens=max_tokens,
+            device=choose_device(device), dtype=dtype, trust_remote_code=trust_remote_code,
+            progress=progress,
+        )  # fmt: skip
+    table = Table("model", "text", "perplexity", "tokens", "active FFN")
+    for row in [result, result["against"]] if against else [result]:
+        for source, value in row["perplexity"].items():
             table.add_row(
-                row["model"], source, f"{row['perplexity'][source]:.4f}",
-                f"{row['tokens'][source]}", f"{row['active_ffn_fraction']:.1%}",
+                *_folded(row["model"], source), f"{value:.4f}", f"{row['tokens'][source]}",
+                f"{row['active_ffn_fraction']:.1%}",
             )  # fmt: skip
     out.print(table)
     for source, ratio in result.get("ratio", {}).items():
         out.print(f"ratio on {source}: {ratio:.4f}")
     if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+        json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
 
 
 @app.command()
 def recipes() -> None:
     """List the recipes and their ingredients."""
-    table = Table("recipe", "importance", "grouping", "router", "options", "what it is")
+    table = Table("recipe", "importance", "grouping", "router", "options")
     for recipe in RECIPES.values():
         options = [f"top-{recipe.activation_top_k}"] if recipe.importance == "rate" else []
+        if recipe.grouping == "balanced-kmeans":
+            options.append(f"rounds {recipe.kmeans_rounds}")
         options += [name for name in ("normalise", "absolute") if getattr(recipe, name)]
         table.add_row(
-            recipe.name, recipe.importance, recipe.grouping, recipe.router,
-            ", ".join(options), recipe.about,
+            recipe.name, *_folded(recipe.importance, recipe.grouping, recipe.router),
+            ", ".join(options),
         )  # fmt: skip
     out.print(table)
+    for recipe in RECIPES.values():
+        out.print(f"{recipe.name}: {recipe.about}")
 
 
 @app.command()
@@ -225,10 +206,15 @@ def demo(
     out.print(f"next: moesaic eval {output} --text demo --against demo")
 
 
-def _active_fraction(config: Any) -> float:
-    if config.model_type != "moesaic":
-        return 1.0
-    return count_macs(meta_model(config), 1).active_ffn_fraction
+def _folded(*cells: str) -> list[Text]:
+    """Cells that break over lines in a narrow terminal instead of losing their end."""
+    return [Text(cell, overflow="fold") for cell in cells]
+
+
+def _command() -> str:
+    """The command as the model card keeps it: a resumed run is the run it resumes."""
+    kept = [word for word in sys.argv[1:] if word not in {"--resume", "--overwrite"}]
+    return shlex.join(["moesaic", *kept])
 
 
 def _macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
@@ -259,7 +245,7 @@ def _report_tables(report: ConversionReport) -> None:
         cells = [layer.relative_error, layer.router_recall, layer.mass_kept, layer.oracle_mass]
         table.add_row(
             str(layer.layer), *("" if cell is None else f"{cell:.4f}" for cell in cells), spread,
-            f"{layer.seconds:.2f}",
+            "" if layer.seconds is None else f"{layer.seconds:.2f}",
         )  # fmt: skip
     out.print(table)
     if report.dense_perplexity and report.perplexity:
@@ -299,5 +285,5 @@ def main() -> None:
         err.print(f"error: {' '.join(str(error).split())}", markup=False, highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
-        err.print("interrupted; finished layers are kept, run again with --resume")
+        err.print("interrupted; a conversion that had begun goes on with --resume")
         sys.exit(130)

@@ -25,17 +25,18 @@ from moesaic.card import licence_of, model_card
 from moesaic.carve import carve, partition
 from moesaic.data import has_heldout_split, sample_windows, to_ids
 from moesaic.errors import MoesaicError
-from moesaic.evaluate import perplexity
+from moesaic.evaluate.perplexity import perplexity
 from moesaic.layout import Layout
 from moesaic.load import choose_device, load_config, load_model, load_tokenizer, resolve
-from moesaic.measure import LayerMeter
+from moesaic.measure import LayerMeter, LayerReport
 from moesaic.modeling import install_block
 from moesaic.plan import Plan, make_plan
 from moesaic.profile import profile_ffn
 from moesaic.recipe import Recipe
 from moesaic.report import ConversionReport
-from moesaic.stream import Stream
+from moesaic.stream import Stream, check_stream
 
+MOST_CALIBRATION_TOKENS = 2**24
 HELDOUT_TOKENS = 16_384  # tokens on which the card's perplexities are measured
 
 
@@ -75,6 +76,13 @@ def prepare(
     todo = make_plan(config, name, recipe, layout, sequence_length, trust_remote_code)
     if samples < 1:
         raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
+    if samples * todo.sequence_length > MOST_CALIBRATION_TOKENS:
+        raise MoesaicError(
+            f"{samples} samples of {todo.sequence_length} are over {MOST_CALIBRATION_TOKENS:,} "
+            "tokens, the most that are profiled; take fewer --samples"
+        )
+    if not 0 <= seed < 2**31:
+        raise MoesaicError(f"seed {seed} is outside 0..{2**31 - 1}")
     if output is not None:
         checkpoint.check_output(output, overwrite, resume)
     if tokenizer is None:
@@ -108,38 +116,44 @@ def convert(
 ) -> tuple[Any, ConversionReport]:
     """Turns a dense causal language model into a mixture of experts, without training.
 
-    `model` is a hub id, a folder, `demo`, or a model in memory, which is changed in place (its
-    FFNs are replaced, its class becomes MoesaicForCausalLM). `calibration` is a SOURCE (see
-    `moesaic.data.read_documents`), a list of strings, a `datasets.Dataset`, or token ids: one
-    row, from which `samples` windows of `sequence_length` are drawn, or a matrix of windows.
+    `model` is a hub id, a folder, `demo`, or a model in memory, which is changed in place, in the
+    dtype and on the device it has: its FFNs are replaced, its class becomes MoesaicForCausalLM,
+    in evaluation mode. (Load it again after an error: its first layers may be converted.)
+    `calibration` is a SOURCE (see `moesaic.data.read_documents`), a list of strings, a
+    `datasets.Dataset`, or token ids: one row, from which `samples` windows of `sequence_length`
+    are drawn, or a matrix of windows.
     `output` writes the model folder, layer by layer and resumable, and measures perplexity
     before and after on held-out text.
 
-    Returns the converted model and its report. Raises MoesaicError for any bad input, before
-    anything is written. Time: about two forward passes over the calibration tokens; memory: the
-    dense weights, one layer more, and the inputs of one layer for all tokens.
+    Returns the converted model and its report. Raises MoesaicError for any bad input and leaves
+    nothing on the disk then. Time: the layers take two to three forward passes over the
+    calibration tokens; loading and the two perplexities come on top. Memory: the dense weights,
+    one FFN more, and the inputs of one layer for all tokens.
     """
     started = time.perf_counter()
-    target = Path(output) if output is not None else None
+    target = Path(output).absolute() if output is not None else None
     ready = prepare(
         model, recipe, layout, calibration, tokenizer=tokenizer, output=target, samples=samples,
         sequence_length=sequence_length, seed=seed, overwrite=overwrite, resume=resume,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     todo, windows_NL, heldout_ids = ready.plan, ready.windows_NL, ready.heldout_ids
-    compute = choose_device(device)
     in_memory = not isinstance(model, str | Path)
+    if in_memory and (dtype, device) != ("auto", "auto"):
+        raise MoesaicError("a model in memory keeps its dtype and device; move it before the call")
+    compute = model.device if in_memory else choose_device(device)
     dense = model if in_memory else load_model(model, dtype, trust_remote_code)
     if any(p.is_meta for p in dense.parameters()):
         raise MoesaicError(
             f"{todo.model} has weights that are not in memory; pass its folder instead"
         )
     dense.eval()
-    if _fits(dense, compute):
+    if not in_memory and _fits(dense, compute):
         dense.to(compute)
     ffns = find_ffns(dense)
     _check_vocabulary(dense, windows_NL)
-    _check_weights(ffns, dense)
+    weights = _check_weights(ffns, dense)
+    check_stream(ffns, windows_NL)
 
     report = ConversionReport(
         model=todo.model,
@@ -173,7 +187,7 @@ def convert(
             except MoesaicError:
                 _blame_a_layer(Stream(ffns, windows_NL, compute))
                 raise
-        run = _fingerprint(todo.model, in_memory, report, windows_NL, dense.dtype)
+        run = _fingerprint(todo, report, windows_NL, weights, compute)
         with checkpoint.writing(target):
             draft = checkpoint.open_draft(target, run, resume)
     with checkpoint.discarded_on_bad_input(draft):
@@ -200,56 +214,67 @@ def convert(
 def _convert_layers(
     stream: Stream, todo: Plan, report: ConversionReport, draft: Path | None, progress: bool
 ) -> None:
-    """The loop: profile, partition, carve, pass on. Layers that the draft holds are only passed."""
-    ffns, recipe, config = stream.ffns, todo.recipe, todo.config
+    """The loop. Layers that the draft holds are put in place and passed through."""
     clock = _Clock(report.step_seconds)
-    console = Console(stderr=True)
+    layers, console = stream.ffns.layers, Console(stderr=True)
     for layer in track(
-        range(len(ffns.layers)), "converting layers", console=console, disable=not progress
+        range(len(layers)), "converting layers", console=console, disable=not progress
     ):
-        begun = time.perf_counter()
-        module = ffns.layers[layer]
-        home = next(module.parameters()).device
-        module.to(stream.device)
+        home = next(layers[layer].parameters()).device
+        layers[layer].to(stream.device)
         _check_inputs(stream, layer)
         clock("check")
-        prefix = ffns.state_prefix(layer)
-        done = checkpoint.load_layer(draft, layer, prefix, config) if draft else None
-        if done is not None:
-            install_block(ffns.base, config, layer, done[0].to(stream.device))
-            stream.advance(layer)
-            report.layers.append(done[1])
-        else:
-            ffn = ffns.read(layer)
-            try:
-                inputs = stream.ffn_inputs(layer)
-                profile = profile_ffn(inputs, ffn, recipe.activation_top_k, recipe.normalise)
-            except MoesaicError as error:
-                raise MoesaicError(f"layer {layer} of {report.model}: {error}") from error
-            clock("profile")
-            generator = np.random.default_rng([report.seed, layer])
-            parts = partition(profile, ffn, recipe, todo.sizes, generator)
-            clock("partition")
-            block = carve(ffn, parts, recipe, config)
-            install_block(ffns.base, config, layer, block)
-            clock("carve")
-            meter = LayerMeter(ffn, parts, block, profile.tokens)
-            stream.advance(layer, meter)
-            clock("advance and measure")
-            report.layers.append(meter.report(layer, time.perf_counter() - begun))
-            if draft is not None:
-                with checkpoint.writing(draft):
-                    checkpoint.save_layer(draft, layer, prefix, block, report.layers[-1])
-                clock("write")
-        module.to(home)
+        report.layers.append(_convert_layer(stream, todo, layer, report.seed, draft, clock))
+        layers[layer].to(home)
 
 
-def _check_weights(ffns: FFNs, model: Any) -> None:
+def _convert_layer(
+    stream: Stream, todo: Plan, layer: int, seed: int, draft: Path | None, clock: _Clock
+) -> LayerReport:
+    """Profile, partition, carve, pass on. What it holds of the dense FFN goes when it returns."""
+    ffns, recipe, config = stream.ffns, todo.recipe, todo.config
+    prefix = ffns.state_prefix(layer)
+    if draft and (done := checkpoint.load_layer(draft, layer, prefix, config)) is not None:
+        install_block(ffns.base, config, layer, done[0].to(stream.device))
+        stream.advance(layer)
+        return done[1]
+    begun = time.perf_counter()
+    ffn = ffns.read(layer)
+    try:
+        inputs = stream.ffn_inputs(layer)
+        profile = profile_ffn(inputs, ffn, recipe.activation_top_k, recipe.normalise)
+    except MoesaicError as error:
+        raise MoesaicError(f"layer {layer} of {todo.model}: {error}") from error
+    clock("profile")
+    parts = partition(profile, ffn, recipe, todo.sizes, np.random.default_rng([seed, layer]))
+    clock("partition")
+    block = carve(ffn, parts, recipe, config)
+    install_block(ffns.base, config, layer, block)
+    clock("carve")
+    meter = LayerMeter(ffn, parts, block, profile.tokens)
+    stream.advance(layer, meter)
+    clock("advance and measure")
+    report = meter.report(layer, time.perf_counter() - begun)
+    if draft is not None:
+        with checkpoint.writing(draft):
+            checkpoint.save_layer(draft, layer, prefix, block, report)
+        clock("write")
+    return report
+
+
+def _check_weights(ffns: FFNs, model: Any) -> str:
+    """A digest of all weights (two passes over them). Raises MoesaicError for NaN, by name."""
     layers = {id(p): i for i, layer in enumerate(ffns.layers) for p in layer.parameters()}
+    digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
+        values = parameter.detach()
+        if not torch.isfinite(values.sum(dtype=torch.float32)):
             where = f"layer {layers[id(parameter)]}: " if id(parameter) in layers else ""
             raise MoesaicError(f"{where}the weights {name!r} hold NaN or infinity")
+        bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+        # Sums of whole numbers do not depend on the order in which threads add them.
+        digest.update(f"{name} {tuple(values.shape)} {bits.sum(dtype=torch.int64)}".encode())
+    return digest.hexdigest()
 
 
 def _check_inputs(stream: Stream, layer: int) -> None:
@@ -291,20 +316,23 @@ def _hold_out(
 
 
 def _fingerprint(
-    name: str, in_memory: bool, report: ConversionReport, windows_NL: torch.Tensor, dtype: Any
+    todo: Plan,
+    report: ConversionReport,
+    windows_NL: torch.Tensor,
+    weights: str,
+    device: torch.device,
 ) -> dict[str, Any]:
     """What must be equal for finished layers to be worth keeping."""
-    folder = Path(name) if in_memory else Path(resolve(name))
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     return {
-        "model": name,
-        "weights": [[file.name, file.stat().st_size] for file in files],
+        "model": todo.model,
+        "weights": weights,
         "recipe": report.recipe,
         "layout": report.layout,
         "seed": report.seed,
-        "dtype": str(dtype),
+        "dtype": todo.config.dtype,
+        "device": device.type,
         "calibration tokens": hashlib.sha256(windows_NL.numpy().tobytes()).hexdigest(),
-        "moesaic": version("moesaic"),
+        "versions": todo.config.moesaic["versions"] | {"POT": version("POT")},
     }
 
 

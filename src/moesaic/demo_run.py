@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.convert import convert
 from moesaic.data import to_ids
-from moesaic.evaluate import perplexity
+from moesaic.evaluate.perplexity import perplexity
 from moesaic.flops import count_macs
 from moesaic.load import load_model, load_tokenizer
 

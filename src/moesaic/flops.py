@@ -55,11 +55,7 @@ def count_macs(model: Any, tokens: int) -> Macs:
     Raises MoesaicError for a family whose FFNs are not recognised.
     """
     config = model.config
-    fraction = 1.0
     if config.model_type == "moesaic":
-        moe = config.moesaic
-        total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
-        fraction = (moe["shared_size"] + moe["num_active"] * moe["expert_size"]) / total
         blocks = [module for module in model.modules() if isinstance(module, MoesaicBlock)]
         ffn = sum(_active_weights(block) for block in blocks)
         router = sum(_matrices(block.router) for block in blocks)
@@ -81,8 +77,17 @@ def count_macs(model: Any, tokens: int) -> Macs:
         router=router * tokens,
         head=head * tokens,
         scores=_scores(config.get_text_config(), tokens),
-        active_ffn_fraction=fraction,
+        active_ffn_fraction=active_ffn_fraction(config),
     )
+
+
+def active_ffn_fraction(config: Any) -> float:
+    """Share of the dense model's FFN neurons that a token computes; 1 for a dense model."""
+    if config.model_type != "moesaic":
+        return 1.0
+    moe = config.moesaic
+    total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
+    return float((moe["shared_size"] + moe["num_active"] * moe["expert_size"]) / total)
 
 
 def _matrices(module: nn.Module | None) -> int:

@@ -66,6 +66,23 @@ def choose_dtype(dtype: str) -> Any:
     return DTYPES[dtype]
 
 
+def context_of(config: Any) -> int:
+    """Longest sequence that a model was made for; 2,048 where its configuration names none."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2048)
+
+
+def window_length(configs: list[Any], asked: int | None) -> int:
+    """Tokens of a window: `asked`, or the smaller of 2,048 and the contexts.
+
+    Raises MoesaicError for a length that a context does not hold or that predicts nothing.
+    """
+    context = min(context_of(config) for config in configs)
+    length = min(2048, context) if asked is None else asked
+    if not 2 <= length <= context:
+        raise MoesaicError(f"sequence length {length} is outside 2..{context}, the model's context")
+    return length
+
+
 def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
     """The configuration of a model folder or hub id, or of a config.json on its own."""
     path = Path(model)
@@ -114,7 +131,12 @@ def load_model(
                 f"{model}: {len(keys)} weights are {what.split('_')[0]} in the checkpoint, "
                 f"among them {min(keys)}; fetch the model again"
             )
-    return loaded.to(device).eval()
+    try:
+        return loaded.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise MoesaicError(
+            f"{model} does not fit into the memory of {device}; try --device cpu"
+        ) from error
 
 
 def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:

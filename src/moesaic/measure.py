@@ -31,7 +31,7 @@ class LayerReport:
     """
 
     layer: int
-    seconds: float
+    seconds: float | None  # None: an earlier run made it
     tokens: int
     relative_error: float
     router_recall: float | None
@@ -50,7 +50,8 @@ class LayerMeter:
 
     def __init__(self, ffn: DenseFFN, parts: Partition, block: MoesaicBlock, tokens: int):
         self.ffn, self.parts, self.block = ffn, parts, block
-        self.wanted = min(max(tokens // 8, FEWEST_TOKENS), MOST_TOKENS)
+        wanted = min(max(tokens // 8, FEWEST_TOKENS), MOST_TOKENS)
+        self.stride = max(1, tokens // wanted)
         self.tokens = 0
         self.sums: dict[str, Any] = {
             "error": 0.0, "energy": 0.0, "hits": 0.0, "kept": 0.0, "best": 0.0, "mass": 0.0,
@@ -59,28 +60,25 @@ class LayerMeter:
 
     @torch.no_grad()
     def __call__(self, x_TD: torch.Tensor, y_TD: torch.Tensor) -> None:
-        take = min(len(x_TD), self.wanted - self.tokens)
-        if take <= 0:
-            return
-        x_TD, y_TD = x_TD[:take], y_TD[:take]
-        self.tokens += take
+        x_TD, y_TD = x_TD[:: self.stride], y_TD[:: self.stride]
+        self.tokens += len(x_TD)
         h_TF = self.ffn.hidden(x_TD)
         dense_TD = self.ffn.output(h_TF).float()
-        self.sums["error"] += (y_TD.float() - dense_TD).square().sum().double()
-        self.sums["energy"] += dense_TD.square().sum().double()
+        self.sums["error"] += (y_TD.float() - dense_TD).square().sum().item()
+        self.sums["energy"] += dense_TD.square().sum().item()
         if self.block.router is None:
             return
         mass_TR = expert_energies(self.ffn, self.parts, h_TF)
         chosen_TK, _ = self.block.router(x_TD)
         best_TK = mass_TR.topk(chosen_TK.shape[1], dim=1).indices
         chosen_TR = torch.zeros_like(mass_TR).scatter_(1, chosen_TK, 1.0)
-        self.sums["hits"] += chosen_TR.gather(1, best_TK).sum()
-        self.sums["kept"] += (chosen_TR * mass_TR).sum().double()
-        self.sums["best"] += mass_TR.gather(1, best_TK).sum().double()
-        self.sums["mass"] += mass_TR.sum().double()
+        self.sums["hits"] += chosen_TR.gather(1, best_TK).sum().item()
+        self.sums["kept"] += (chosen_TR * mass_TR).sum().item()
+        self.sums["best"] += mass_TR.gather(1, best_TK).sum().item()
+        self.sums["mass"] += mass_TR.sum().item()
         self.sums["load"] = self.sums["load"] + chosen_TR.sum(0)
 
-    def report(self, layer: int, seconds: float) -> LayerReport:
+    def report(self, layer: int, seconds: float | None) -> LayerReport:
         sums, router = self.sums, self.block.router
         routed = router is not None
         chosen = self.tokens * router.num_active if router is not None else 1

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.adapters import FFNs, find_ffns
 from moesaic.errors import MoesaicError
 from moesaic.flops import Macs, count_macs, meta_model
 from moesaic.layout import Layout, Sizes
+from moesaic.load import window_length
 from moesaic.modeling import config_class_for
 from moesaic.recipe import Recipe, load_recipe
 
@@ -60,17 +62,21 @@ def make_plan(
             f"{model} is converted already ({config.moesaic['layout']}, recipe "
             f"{config.moesaic['recipe']['name']}); convert the dense model it came from"
         )
+    if config.is_encoder_decoder:
+        raise MoesaicError(f"{model} is an encoder-decoder; only decoders can be converted")
+    if getattr(config.get_text_config(), "is_heterogeneous", False):
+        raise MoesaicError(f"{model} ({config.model_type}) has layers of different shapes")
+    if config.model_type not in CONFIG_MAPPING:
+        raise MoesaicError(
+            f"{model} brings its own code ({config.model_type}); only families that transformers "
+            "itself knows can be converted"
+        )
     recipe = load_recipe(recipe)
     layout = layout if isinstance(layout, Layout) else Layout.parse(layout)
     skeleton = meta_model(config, trust_remote_code)
     ffns = find_ffns(skeleton)
     sizes = layout.sizes(ffns.read(0).intermediate_size)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    length = min(2048, context) if sequence_length is None else sequence_length
-    if not 2 <= length <= context:
-        raise MoesaicError(
-            f"sequence length {length} is outside 2..{context}, the context of {model}"
-        )
+    length = window_length([config], sequence_length)
     ours = _our_config(config, model, ffns, recipe, layout, sizes)
     return Plan(
         model=model,

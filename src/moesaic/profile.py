@@ -54,7 +54,7 @@ def profile_ffn(
         if normalise:
             x_TD = torch.nn.functional.normalize(x_TD, dim=-1)
         h_TF = ffn.hidden(x_TD).float()
-        energy_F += torch.linalg.vector_norm(h_TF, dim=0).square().double().cpu()
+        energy_F += torch.linalg.vector_norm(h_TF, dim=0).square().cpu().double()
         marks.append(h_TF.abs_().topk(top_k, dim=-1, sorted=False).indices.int().cpu())
     if not torch.isfinite(energy_F).all():
         raise MoesaicError("the FFN's activations are not finite")

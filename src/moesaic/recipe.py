@@ -48,6 +48,11 @@ class Recipe:
                 f"recipe {self.name!r}: grouping {self.grouping!r} with router {self.router!r}; "
                 "without groups there is nothing to route, so both are none or neither"
             )
+        if self.normalise and self.importance == "contribution":
+            raise MoesaicError(
+                f"recipe {self.name!r}: contributions of a normalised FFN mean nothing; use "
+                "importance rate, or normalise: false"
+            )
         for name in ("activation_top_k", "kmeans_rounds"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:

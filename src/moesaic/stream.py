@@ -9,7 +9,6 @@ Shape suffixes: N samples, L tokens of a sample, D hidden_size, T tokens of a bl
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moesaic.adapters import FFNs
+from moesaic.adapters import SUPPORTED, FFNs
+from moesaic.errors import MoesaicError
 
 BLOCK_TOKENS = 2048  # tokens that pass through a layer at once
 
@@ -40,11 +40,14 @@ class Stream:
         self.block = max(1, BLOCK_TOKENS // ids_NL.shape[1])
         # One sample is enough to see what layers are called with: samples have equal length and
         # no padding, so masks and position embeddings broadcast over the batch.
-        _, self.calls = _bypass(ffns, ids_NL[:1])
-        self.hidden_NLD = torch.cat(
-            [_bypass(ffns, ids_BL)[0] for ids_BL in ids_NL.split(self.block)]
+        first, self.calls = _bypass(ffns, ids_NL[:1])
+        shape = (*ids_NL.shape, first.shape[-1])
+        self.hidden_NLD = torch.empty(
+            shape, dtype=first.dtype, device=_storage(first.nbytes * len(ids_NL), device)
         )
-        self.hidden_NLD = self.hidden_NLD.to(_storage(self.hidden_NLD, device))
+        for start in range(0, len(ids_NL), self.block):
+            part_BL = ids_NL[start : start + self.block]
+            self.hidden_NLD[start : start + self.block] = _bypass(ffns, part_BL)[0]
 
     def ffn_inputs(self, layer: int) -> Iterator[torch.Tensor]:
         """Yields the inputs x (T, D) of a layer's FFN block by block; nothing after it is run."""
@@ -119,7 +122,7 @@ def _bypass(ffns: FFNs, ids_BL: torch.Tensor) -> tuple[torch.Tensor, list[LayerC
 
     kept = [layer.__dict__.get("forward") for layer in ffns.layers]
     for layer in ffns.layers:
-        layer.forward = functools.partial(skip)
+        layer.forward = skip
     try:
         device = next(ffns.base.parameters()).device
         ffns.base(input_ids=ids_BL.to(device), use_cache=False)
@@ -132,9 +135,44 @@ def _bypass(ffns: FFNs, ids_BL: torch.Tensor) -> tuple[torch.Tensor, list[LayerC
     return seen[0], calls
 
 
-def _storage(hidden: torch.Tensor, device: torch.device) -> torch.device:
+def _storage(needed: int, device: torch.device) -> torch.device:
     """Keeps the hidden states on the GPU where they take less than a quarter of what is free."""
     if device.type != "cuda":
         return torch.device("cpu")
     free, _ = torch.cuda.mem_get_info(device)
-    return device if hidden.nbytes < free / 4 else torch.device("cpu")
+    return device if needed < free / 4 else torch.device("cpu")
+
+
+@torch.no_grad()
+def check_stream(ffns: FFNs, ids_NL: torch.Tensor) -> None:
+    """Makes sure that running layer by layer is what the model does, on a few tokens.
+
+    Raises MoesaicError for a family whose layers cannot be run one by one: they return more than
+    hidden states, or take inputs that depend on the tokens.
+    """
+    few_NL = ids_NL[:2, :32]
+    few_NL = torch.cat([few_NL, few_NL.flip(1)])
+    device = next(ffns.base.parameters()).device
+    outputs: list[torch.Tensor] = []
+    handle = ffns.layers[-1].register_forward_hook(lambda *call: outputs.append(call[2]))
+    try:
+        ffns.base(input_ids=few_NL.to(device), use_cache=False)
+        handle.remove()
+        stream = Stream(ffns, few_NL, device)
+        for layer in range(len(ffns.layers)):
+            stream.advance(layer)
+        difference = (stream.hidden_NLD.to(device) - outputs[0]).float().norm()
+        relative = float(difference / outputs[0].float().norm().clamp(min=1e-20))
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MoesaicError(
+            f"{ffns.name}: its layers cannot be run one by one ({reason})"
+        ) from error
+    finally:
+        handle.remove()
+    tolerance = 1e-3 if outputs[0].dtype == torch.float32 else 5e-2
+    if relative > tolerance:  # not finite: the conversion will say where
+        raise MoesaicError(
+            f"{ffns.name}: run one by one, its layers give something else (relative difference "
+            f"{relative:.2g}): they take more than hidden states; supported are {SUPPORTED}"
+        )

@@ -5,7 +5,7 @@ window is scored on its own and its first token is not predicted. Perplexity is
 exp(sum of the token losses / number of predicted tokens). A last, shorter window counts if it
 predicts anything. (Not the mean of per-window means, which weighs a short window too much.)
 
-Shape suffixes: B windows of a batch, L tokens, V vocabulary.
+Shape suffixes: B windows of a batch, L tokens, C tokens of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.nn.functional import cross_entropy
 
 from moesaic.errors import MoesaicError
 
-_BATCH_TOKENS = 4096
+_BATCH_TOKENS = 2048
+_CHUNK = 256  # tokens whose logits are held in float32 at once
 
 
 @torch.no_grad()
@@ -37,6 +38,8 @@ def perplexity(
     """
     if sequence_length < 2:
         raise MoesaicError(f"windows of {sequence_length} tokens predict nothing; take 2 or more")
+    if max_tokens is not None and max_tokens < 0:
+        raise MoesaicError(f"at most {max_tokens} tokens is fewer than none")
     ids = ids[:max_tokens]
     if len(ids) < 2:
         raise MoesaicError(f"perplexity needs at least 2 tokens, the text has {len(ids)}")
@@ -49,10 +52,14 @@ def perplexity(
     device = model.get_input_embeddings().weight.device
     total, count = 0.0, 0
     for ids_BL in _windows(ids, sequence_length):
-        logits_BLV = model(input_ids=ids_BL.to(device), use_cache=False).logits[:, :-1].float()
-        targets_BL = ids_BL[:, 1:].to(logits_BLV.device)
-        loss = cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum")
-        total, count = total + loss.item(), count + targets_BL.numel()
+        logits_BLV = model(input_ids=ids_BL.to(device), use_cache=False).logits
+        targets_BL = ids_BL.to(logits_BLV.device)
+        for end in range(1, ids_BL.shape[1], _CHUNK):
+            some_BCV = logits_BLV[:, end - 1 : end - 1 + _CHUNK].float()
+            next_BC = targets_BL[:, end : end + _CHUNK]
+            some_BCV = some_BCV[:, : next_BC.shape[1]]
+            total += cross_entropy(some_BCV.mT, next_BC, reduction="sum").item()
+        count += ids_BL.shape[0] * (ids_BL.shape[1] - 1)
         if progress is not None:
             progress(ids_BL.numel())
     if not math.isfinite(total):

@@ -40,8 +40,9 @@ class MoesaicRouter(nn.Module):
         )
         self.up_proj = nn.Linear(config.hidden_size, num_routed, bias=ffn["bias"])
         self.act_fn = ACT2FN[ffn["activation"]]
-        self.expert_scale = nn.Parameter(torch.zeros(num_routed))
-        self.register_buffer("selection_bias", torch.zeros(num_routed))
+        # Both in float32 in a model of any dtype: training moves them by less than bf16 resolves.
+        self.expert_scale = nn.Parameter(torch.zeros(num_routed, dtype=torch.float32))
+        self.register_buffer("selection_bias", torch.zeros(num_routed, dtype=torch.float32))
 
     def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Scores (T, R) in float32."""
@@ -53,12 +54,12 @@ class MoesaicRouter(nn.Module):
         return (scores_TR.abs() if self.absolute else scores_TR).float()
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chosen experts (T, K) and their gates (T, K)."""
+        """Chosen experts (T, K) and their gates (T, K), in float32."""
         scores_TR = self.scores(x_TD)
         index_TK = (scores_TR + self.selection_bias).topk(self.num_active, dim=-1).indices
         probabilities_TK = scores_TR.softmax(dim=-1).gather(1, index_TK)
         gate_TK = 1 + probabilities_TK * self.expert_scale[index_TK]
-        return index_TK, gate_TK.to(x_TD.dtype)
+        return index_TK, gate_TK
 
 
 def _random(*shape: int) -> nn.Parameter:
@@ -110,7 +111,8 @@ class MoesaicExperts(nn.Module):
             )
             h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
             y = nn.functional.linear(h, self.down_proj[expert])
-            output_TD.index_add_(0, token, y * top_k_weights[token, slot, None])
+            y = y * top_k_weights[token, slot, None]
+            output_TD.index_add_(0, token, y.to(output_TD.dtype))
         return output_TD
 
 
@@ -244,5 +246,10 @@ def register_model_classes(config_class: type[MoesaicConfig]) -> None:
             _can_set_attn_implementation_cached_value = family._can_set_attn_implementation()
 
         _Model.config_class = config_class
+        _Model._keep_in_fp32_modules_strict = [
+            *(family._keep_in_fp32_modules_strict or ()),
+            "expert_scale",
+            "selection_bias",
+        ]
         _Model.__name__ = _Model.__qualname__ = front.__name__
         front._auto.register(config_class, _Model, exist_ok=True)

@@ -1,0 +1,66 @@
+"""Perplexity of a model, and of a dense one beside it, on the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moesaic.data import to_ids
+from moesaic.errors import MoesaicError
+from moesaic.evaluate.perplexity import perplexity
+from moesaic.flops import active_ffn_fraction
+from moesaic.load import load_config, load_model, load_tokenizer, window_length
+
+
+def evaluate(
+    model: str,
+    text: list[str] | None = None,
+    *,
+    against: str | None = None,
+    sequence_length: int | None = None,
+    max_tokens: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Callable[[str, int], Callable[[int], Any]] | None = None,
+) -> dict[str, Any]:
+    """Perplexity on every SOURCE of `text`: model, perplexity, tokens, active_ffn_fraction.
+
+    With `against` also the dense model's, under that key, and `ratio`. The default text is the
+    demo's for what came from the demo model, else wikitext2. `progress(name, tokens)` returns
+    what is told of each batch. Raises MoesaicError for bad input, and where the two models cut a
+    text into different tokens. Costs one forward pass over the text per model.
+    """
+    names = [model] if against is None else [model, against]
+    configs = [load_config(name, trust_remote_code) for name in names]
+    length = window_length(configs, sequence_length)
+    if text is None:
+        base = getattr(configs[0], "moesaic", {}).get("base_model", model)
+        text = ["demo" if base == "demo" else "wikitext2"]
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        tokenizer = load_tokenizer(name, trust_remote_code)
+        ids = {source: to_ids(source, tokenizer, heldout=True) for source in text}
+        loaded = load_model(name, dtype, trust_remote_code, device)
+        row: dict[str, Any] = {"model": name, "perplexity": {}, "tokens": {}}
+        total = sum(len(row_of_ids[:max_tokens]) for row_of_ids in ids.values())
+        tell = progress(name, total) if progress else None
+        for source in text:
+            value, count = perplexity(loaded, ids[source], length, max_tokens, tell)
+            row["perplexity"][source], row["tokens"][source] = value, count
+        row["active_ffn_fraction"] = active_ffn_fraction(loaded.config)
+        rows.append(row)
+        del loaded
+    result = rows[0] | {"sequence_length": length}
+    if against is not None:
+        dense = rows[1]
+        if rows[0]["tokens"] != dense["tokens"]:
+            raise MoesaicError(
+                f"{model} and {against} cut the text into different tokens "
+                f"({rows[0]['tokens']} and {dense['tokens']}): not comparable"
+            )
+        result["against"] = dense
+        result["ratio"] = {s: result["perplexity"][s] / dense["perplexity"][s] for s in text}
+    return result
