@@ -214,9 +214,52 @@ def remove_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
+def fewer_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+
+
+def no_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 0}))
+
+
+def no_heads(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+
+
+def quantise(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(config | quantised))
+
+
+def lead_outside(folder: Path) -> None:
+    shutil.move(folder / "model.safetensors", folder.parent / "outside.safetensors")
+    names = load_file(folder.parent / "outside.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def break_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def break_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (fewer_layers, "weights that its config.json leaves out, among them model.layers.3"),
+        (no_layers, "supported are"),
+        (no_heads, "error"),
+        (quantise, "is quantised"),
+        (lead_outside, "names '../outside.safetensors', which is no file of its folder"),
+        (break_index, "model.safetensors.index.json is damaged"),
+        (break_tokenizer, "no usable tokenizer"),
         (truncate, "cannot load"),
         (tamper_header, "cannot load"),
         (drop_tensor, "missing in the checkpoint, among them model.layers.1.mlp.up_proj.weight"),
@@ -264,6 +307,7 @@ def check_error(code: int, error: str, message: str) -> None:
         (["--device", "cuda:99"], "not usable here"),
         (["--dtype", "float3"], "did you mean float32"),
         (["--samples", "0"], "at least 1"),
+        (["--samples", "99999999999999999999999"], "fewer --samples"),
         (["--seed", "-1"], "outside 0.."),
         (["--output", "/"], "exists; choose another"),
         (["--output", "."], "exists; choose another"),
@@ -353,6 +397,65 @@ def test_eval_refuses_what_cannot_be_compared(
         "no file in a folder",
     )
     check_error(*run("eval", model, "--text", text, "--sequence-length", 1)[::2], "outside 2..512")
+
+
+def test_eval_refuses_another_tokenizer(run: Run, model: Path, text: Path, shared: Path) -> None:
+    other = shared / "models" / "babyllama-105"
+    arguments = ["eval", model, "--text", text, "--against", other, "--max-tokens", 100]
+    check_error(*run(*arguments)[::2], "into different tokens: not comparable")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_active": 5}, "num_active does not fit the layout S3A3E8"),
+        ({"num_active": 0}, "num_active does not fit"),
+        ({"shared_size": 0}, "contradicts itself"),
+        ({"expert_size": 90}, "contradicts itself"),
+        ({"layout": "S2A2E8"}, "contradicts itself"),
+        ({"layers": [0, 99]}, "layers does not fit"),
+        ({"ffn": None}, "is damaged"),
+        ({"layout": 7}, "is damaged"),
+        ({"recipe": {}}, "is damaged"),
+        (None, "is damaged"),
+    ],
+)
+def test_tampered_configuration_of_a_converted_model(
+    run: Run, model: Path, text: Path, tmp_path: Path, change: dict[str, object] | None,
+    message: str,
+) -> None:  # fmt: skip
+    output = tmp_path / "out"
+    assert run(
+        "convert", model, "--output", output, "--calibration", text, "--sequence-length", 64
+    )[0] == 0  # fmt: skip
+    config = json.loads((output / "config.json").read_text())
+    config["moesaic"] = change if change is None else config["moesaic"] | change
+    (output / "config.json").write_text(json.dumps(config))
+    check_error(*run("eval", output, "--text", text)[::2], message)
+    check_error(*run("flops", output)[::2], message)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["convert"], ["convert", "demo", "--seed", "abc"], ["nonsense"], ["flops", "-x"]]
+)
+def test_wrong_usage_is_one_line(run: Run, arguments: list[str]) -> None:
+    check_error(*run(*arguments)[::2], "(see moesaic --help)")
+
+
+def test_no_arguments_show_the_help(run: Run) -> None:
+    code, printed, _ = run()
+    assert code == 0
+    assert "convert" in printed
+
+
+def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*unused: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moesaic.cli.load_config", interrupted)
+    code, _, error = run("flops", "demo")
+    assert code == 130
+    assert "--resume" in error
 
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,21 @@ def test_folders_of_the_user_are_left_alone(dense: Path, tmp_path: Path) -> None
         assert (tmp_path / name / "thesis.txt").read_text() == "mine"
 
 
+def test_two_runs_do_not_write_into_one_output(dense: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    first = checkpoint.open_draft(output, {"seed": 0}, resume=False)
+    with first as draft:
+        (draft / "model" / "model-ffn-00000.safetensors").write_bytes(b"the first run's")
+        with pytest.raises(moesaic.MoesaicError, match="another run is writing"):
+            moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, overwrite=True)
+        assert (draft / "model" / "model-ffn-00000.safetensors").exists()
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(moesaic.MoesaicError, match="LlamaModel is no causal language model"):
+        moesaic.convert(tiny_model("llama").model, "cmoe", "S3A3E8", WINDOWS)
+
+
 def poisoned(layer: int, value: float) -> Any:
     model = tiny_model("llama")
     with torch.no_grad():
@@ -358,6 +373,14 @@ def test_static_keeps_the_best_neurons_without_a_router() -> None:
         ({"layout": "S1A1E53"}, "cannot share the 52 neurons"),
         ({"calibration": torch.full((2, 8), 96)}, "the model knows 0..95"),
         ({"calibration": [" "]}, "empty"),
+        ({"calibration": [3, 4]}, "must be strings"),
+        ({"calibration": 7}, "a int is no text"),
+        ({"calibration": {"input_ids": [1]}}, "a dict is no text"),
+        ({"calibration": torch.ones(3, 0).long()}, "expected one row"),
+        ({"calibration": torch.rand(3, 9)}, "of whole numbers"),
+        ({"calibration": tokens(2, 65)}, "exceed 64, the context"),
+        ({"seed": 1.5}, "whole numbers"),
+        ({"layout": None}, "not of the form"),
         ({"calibration": torch.arange(3, 20)}, "has 17 tokens, one sample needs 64"),
         ({"device": "cpu"}, "keeps its dtype and device"),
         ({"seed": -1}, "outside 0"),

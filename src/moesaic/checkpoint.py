@@ -9,6 +9,7 @@ DIR.partial/old until the new model has its name.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ SHARD_SIZE = "5GB"
 
 
 class UnfinishedError(MoesaicError):
-    """Writing failed for a reason outside the input: what is finished is kept for `--resume`."""
+    """What is finished is kept: the disk failed, or the draft belongs to another run."""
 
 
 def check_output(output: Path, overwrite: bool, resume: bool) -> None:
@@ -81,13 +82,13 @@ def check_space(output: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise MoesaicError(
-            f"output {output}: the model takes {needed / 1e9:.3f} GB more, the disk has "
-            f"{free / 1e9:.3f} GB free; make room or choose another disk"
+            f"output {output}: the model takes {needed / 1e6:,.1f} MB more, the disk has "
+            f"{free / 1e6:,.1f} MB free; make room or choose another disk"
         )
 
 
 @contextmanager
-def writing(output: Path) -> Iterator[None]:
+def writing(draft: Path) -> Iterator[None]:
     """Turns a full disk or a forbidden folder into one line that says what is kept."""
     try:
         yield
@@ -95,47 +96,56 @@ def writing(output: Path) -> Iterator[None]:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         if full:
             raise UnfinishedError(
-                f"no space left while writing {output}; finished layers are kept in "
-                f"{draft_folder(output)}: make room and run again with --resume"
+                f"no space left on the disk; finished layers are kept in {draft}: make room and "
+                "run again with --resume"
             ) from error
-        raise UnfinishedError(f"cannot write {output}: {error}") from error
-
-
-@contextmanager
-def discarded_on_bad_input(draft: Path | None) -> Iterator[None]:
-    """Leaves no draft behind where the input (not the disk, not a kill) ended the run."""
-    try:
-        yield
-    except UnfinishedError:
-        raise
-    except MoesaicError:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
+        raise UnfinishedError(f"cannot write {draft}: {error}") from error
 
 
 def draft_folder(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
 
 
-def open_draft(output: Path, run: dict[str, Any], resume: bool) -> Path:
-    """Creates DIR.partial, or takes it up again where it belongs to the same run.
+@contextmanager
+def open_draft(output: Path, run: dict[str, Any], resume: bool) -> Iterator[Path]:
+    """Creates DIR.partial, or takes it up again where it belongs to the same run, and locks it.
 
-    Raises MoesaicError for a draft that was started with other settings.
+    Raises MoesaicError for a draft that was started with other settings or that another process
+    is writing. Bad input inside the block removes the draft; a full disk or a kill leaves it.
     """
     draft = draft_folder(output)
+    with writing(draft):
+        draft.parent.mkdir(parents=True, exist_ok=True)
+    lock = draft.with_name(draft.name + ".lock")
+    with writing(draft), lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise MoesaicError(f"another run is writing {output}; choose another output") from error
+        try:
+            yield _prepare_draft(draft, output, run, resume)
+        except UnfinishedError:
+            raise
+        except MoesaicError:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _prepare_draft(draft: Path, output: Path, run: dict[str, Any], resume: bool) -> Path:
     if (draft / _OLD).exists() and not output.exists():
         (draft / _OLD).rename(output)  # killed while a new model took an old one's name
     if draft.exists() and resume:
         try:
             started = json.loads((draft / _DRAFT).read_text())
         except (OSError, ValueError) as error:
-            raise MoesaicError(
+            raise UnfinishedError(
                 f"{draft} cannot be resumed ({error}); pass --overwrite to start again"
             ) from error
         for key in sorted(set(run) | set(started)):
             if run.get(key) != started.get(key):
-                raise MoesaicError(
+                raise UnfinishedError(
                     f"{draft} was started with {key} = {started.get(key)}, this run has "
                     f"{run.get(key)}; run with the same settings, or pass --overwrite"
                 )

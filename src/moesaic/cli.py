@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shlex
 import sys
 import warnings
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
+from typer.exceptions import TyperException
 
 from moesaic import _version, demo_run
 from moesaic.convert import convert as convert_model
@@ -31,7 +35,6 @@ from moesaic.report import ConversionReport
 
 app = typer.Typer(
     help="Turns a dense language model into a Mixture-of-Experts, without training.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -121,8 +124,10 @@ def evaluate_command(
     trust_remote_code: Trust = False,
 ) -> None:
     """Measure perplexity on text: windows of L tokens that do not overlap."""
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise MoesaicError(f"--json {json_file} is no file in a folder that exists")
+    if json_file is not None and (
+        json_file.is_dir() or not os.access(json_file.absolute().parent, os.W_OK | os.X_OK)
+    ):
+        raise MoesaicError(f"--json {json_file} is no file in a folder that can be written")
     with Progress(console=err, transient=True) as bar:
 
         def progress(name: str, total: int) -> Callable[[int], None]:
@@ -144,7 +149,10 @@ def evaluate_command(
     for source, ratio in result.get("ratio", {}).items():
         out.print(f"ratio on {source}: {ratio:.4f}")
     if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        try:
+            json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            raise MoesaicError(f"cannot write --json {json_file}: {error}") from error
 
 
 @app.command()
@@ -203,7 +211,9 @@ def demo(
         )  # fmt: skip
     out.print(table)
     out.print(f"the converted model lies in {output}")
-    out.print(f"next: moesaic eval {output} --text demo --against demo")
+    words = ["moesaic", "eval", str(output), "--text", "demo", "--against", "demo"]
+    limit = ["--max-tokens", str(demo_run.HELDOUT_TOKENS)]
+    out.print(f"next:\n  {shlex.join([*words, *limit])}")
 
 
 def _folded(*cells: str) -> list[Text]:
@@ -273,17 +283,23 @@ def _options(
     ] = False,
 ) -> None:
     transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="transformers|huggingface_hub")
 
 
 def main() -> None:
     """Entry point: bad input is one line on stderr and exit code 2."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
     try:
-        app()
-    except MoesaicError as error:
-        err.print(f"error: {' '.join(str(error).split())}", markup=False, highlight=False)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        code = app(standalone_mode=False)  # 130 after an interrupt
+    except (MoesaicError, OSError) as error:
+        code, message = 2, f"error: {' '.join(str(error).split())}"
+        err.print(message, markup=False, highlight=False)
+    except TyperException as error:
+        code, message = 2, f"error: {error.format_message()} (see moesaic --help)"
+        err.print(message, markup=False, highlight=False)
+    if code == 130:
         err.print("interrupted; a conversion that had begun goes on with --resume")
-        sys.exit(130)
+    sys.exit(code)

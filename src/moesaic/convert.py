@@ -27,7 +27,14 @@ from moesaic.data import has_heldout_split, sample_windows, to_ids
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.layout import Layout
-from moesaic.load import choose_device, load_config, load_model, load_tokenizer, resolve
+from moesaic.load import (
+    choose_device,
+    context_of,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve,
+)
 from moesaic.measure import LayerMeter, LayerReport
 from moesaic.modeling import install_block
 from moesaic.plan import Plan, make_plan
@@ -71,9 +78,18 @@ def prepare(
     Raises MoesaicError for any bad input but broken weights; writes nothing.
     """
     in_memory = not isinstance(model, str | Path)
+    if in_memory and getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise MoesaicError(
+            f"a {type(model).__name__} is no causal language model; load it with "
+            "AutoModelForCausalLM, or pass its folder"
+        )
+    if not in_memory:
+        resolve(model)
     name = (model.config.name_or_path or type(model).__name__) if in_memory else str(model)
     config = model.config if in_memory else load_config(model, trust_remote_code)
     todo = make_plan(config, name, recipe, layout, sequence_length, trust_remote_code)
+    if not isinstance(samples, int) or not isinstance(seed, int):
+        raise MoesaicError(f"samples {samples!r} and seed {seed!r} must be whole numbers")
     if samples < 1:
         raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
     if samples * todo.sequence_length > MOST_CALIBRATION_TOKENS:
@@ -92,6 +108,11 @@ def prepare(
     ids = to_ids(calibration, tokenizer)
     ids, heldout_ids, heldout = _hold_out(ids, calibration, tokenizer, todo.sequence_length)
     windows_NL = sample_windows(ids, samples, todo.sequence_length, seed)
+    if windows_NL.shape[1] > context_of(config):
+        raise MoesaicError(
+            f"windows of {windows_NL.shape[1]} tokens exceed {context_of(config)}, the context of "
+            f"{name}"
+        )
     return Prepared(todo, tokenizer, windows_NL, heldout_ids, heldout)
 
 
@@ -175,37 +196,33 @@ def convert(
         "seed": seed,
     }
     todo.config.dtype = str(dense.dtype).removeprefix("torch.")
-    draft = None
-    if target is not None:
+    if target is None:
+        _convert_layers(Stream(ffns, windows_NL, compute), todo, report, None, progress)
+        _become_ours(dense, todo.config)
+    else:
         checkpoint.check_space(target, sum(p.nbytes for p in dense.parameters()))
+        length = todo.sequence_length
         if heldout_ids is not None:
             report.heldout = ready.heldout
             try:
                 report.dense_perplexity, report.heldout_tokens = perplexity(
-                    dense, heldout_ids, todo.sequence_length, HELDOUT_TOKENS
+                    dense, heldout_ids, length, HELDOUT_TOKENS
                 )
             except MoesaicError:
                 _blame_a_layer(Stream(ffns, windows_NL, compute))
                 raise
         run = _fingerprint(todo, report, windows_NL, weights, compute)
-        with checkpoint.writing(target):
-            draft = checkpoint.open_draft(target, run, resume)
-    with checkpoint.discarded_on_bad_input(draft):
-        stream = Stream(ffns, windows_NL, compute)
-        _convert_layers(stream, todo, report, draft, progress)
-        _become_ours(dense, todo.config)
-        if draft is not None and heldout_ids is not None:
-            report.perplexity, _ = perplexity(
-                dense, heldout_ids, todo.sequence_length, HELDOUT_TOKENS
-            )
-    if target is not None and draft is not None:
-        licence = None if in_memory else licence_of(resolve(model))
-        call = f"moesaic.convert({todo.model!r}, {todo.recipe.name!r}, {str(todo.layout)!r})"
-        files = {
-            "README.md": model_card(report, todo.config, licence, command or call),
-            "moesaic_report.json": json.dumps(report.to_dict(timing=False), indent=2) + "\n",
-        }
-        with checkpoint.writing(target):
+        with checkpoint.open_draft(target, run, resume) as draft:
+            _convert_layers(Stream(ffns, windows_NL, compute), todo, report, draft, progress)
+            _become_ours(dense, todo.config)
+            if heldout_ids is not None:
+                report.perplexity, _ = perplexity(dense, heldout_ids, length, HELDOUT_TOKENS)
+            licence = None if in_memory else licence_of(resolve(model))
+            call = f"moesaic.convert({todo.model!r}, {todo.recipe.name!r}, {str(todo.layout)!r})"
+            files = {
+                "README.md": model_card(report, todo.config, licence, command or call),
+                "moesaic_report.json": json.dumps(report.to_dict(timing=False), indent=2) + "\n",
+            }
             checkpoint.finish(draft, target, dense, ready.tokenizer, files)
     report.seconds = time.perf_counter() - started
     return dense, report
@@ -256,8 +273,7 @@ def _convert_layer(
     clock("advance and measure")
     report = meter.report(layer, time.perf_counter() - begun)
     if draft is not None:
-        with checkpoint.writing(draft):
-            checkpoint.save_layer(draft, layer, prefix, block, report)
+        checkpoint.save_layer(draft, layer, prefix, block, report)
         clock("write")
     return report
 

@@ -10,6 +10,7 @@ import io
 import json
 import zipfile
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def read_documents(source: str | Path, heldout: bool = False) -> list[str]:
 
 
 def _file(name: str) -> list[str]:
-    path, field = Path(name), "text"
+    path, field, head = Path(name), "text", None
     if not path.is_file() and ":" in name:
         head, _, field = name.rpartition(":")
         path = Path(head)
@@ -98,6 +99,8 @@ def _file(name: str) -> list[str]:
         text = data.decode("utf-8")
         if kind in {".jsonl", ".json"}:
             return [_field(path, row, field) for row in io.StringIO(text) if row.strip()]
+        if head is not None:
+            raise MoesaicError(f"{path} is plain text, which has no fields; leave out :{field}")
         return [text]
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
         if isinstance(error, MoesaicError):
@@ -148,6 +151,11 @@ def encode(tokenizer: Any, documents: list[str]) -> torch.Tensor:
 def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> torch.Tensor:
     """Token ids from a SOURCE, a list of strings, a `datasets.Dataset` or a tensor of ids."""
     if isinstance(source, torch.Tensor):
+        if source.ndim not in (1, 2) or source.numel() == 0 or source.is_floating_point():
+            raise MoesaicError(
+                f"token ids of shape {tuple(source.shape)} and {source.dtype}; expected one row, "
+                "or a matrix of windows, of whole numbers"
+            )
         return source.long().cpu()
     if isinstance(source, str | Path):
         documents = read_documents(source, heldout)
@@ -155,8 +163,12 @@ def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> torch.Tensor:
         if "text" not in source.column_names:
             raise MoesaicError(f"the dataset has no field 'text'; it has {source.column_names}")
         documents = source["text"]
+    elif isinstance(source, Iterable) and not isinstance(source, Mapping):
+        documents = list(source)
     else:
-        documents = source
+        raise MoesaicError(f"a {type(source).__name__} is no text; pass a list of strings")
+    if any(not isinstance(text, str | None) for text in documents):
+        raise MoesaicError("the texts of a list must be strings (token ids go into a tensor)")
     documents = [text for text in map(_text, documents) if text.strip()]
     if not documents:
         raise MoesaicError("the calibration text is empty")

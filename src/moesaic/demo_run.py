@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint import check_output
 from moesaic.convert import convert
 from moesaic.data import to_ids
 from moesaic.evaluate.perplexity import perplexity
@@ -32,6 +33,7 @@ def run_demo(output: Path, say: Callable[[str], Any]) -> list[DemoRow]:
     Beside it stand the dense model, static pruning at the same budget and a random conversion.
     Calibration and held-out text are disjoint modules of the standard library.
     """
+    check_output(output, overwrite=True, resume=False)
     tokenizer = load_tokenizer("demo")
     ids = to_ids("demo", tokenizer, heldout=True)
     dense = load_model("demo", "float32")

@@ -44,9 +44,11 @@ def meta_model(config: Any, trust_remote_code: bool = False) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise MoesaicError(f"{config.model_type} is no causal language model: {reason}") from error
+    except Exception as error:  # transformers raises many kinds for odd values
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MoesaicError(
+            f"this {config.model_type} config is no causal language model's: {reason}"
+        ) from error
 
 
 def count_macs(model: Any, tokens: int) -> Macs:

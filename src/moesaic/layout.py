@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moesaic.errors import MoesaicError
 
-_FORM = re.compile(r"S(\d{1,6})A(\d{1,6})E(\d{1,6})")
+_FORM = re.compile(r"S([0-9]{1,6})A([0-9]{1,6})E([0-9]{1,6})")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Reads "S3A3E8"; raises MoesaicError for any other form or an impossible count."""
-        match = _FORM.fullmatch(text.strip().upper())
+        match = _FORM.fullmatch(str(text).strip().upper())
         if match is None:
             raise MoesaicError(
                 f"layout {text!r} is not of the form SxAyEz; S3A3E8 means 3 shared experts and "

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moesaic.modeling  # noqa: F401 - registers our architecture with transformers
 from moesaic.demo import demo_path
 from moesaic.errors import MoesaicError, unknown
+from moesaic.layout import Layout
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 DTYPES = {
@@ -88,14 +90,60 @@ def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
     path = Path(model)
     where = str(path) if path.is_file() and path.suffix == ".json" else resolve(model)
     try:
-        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except ValueError as error:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds for odd values
         family = _model_type(Path(where))
         if family is not None and family not in CONFIG_MAPPING:
             raise unknown("model family", family, CONFIG_MAPPING) from error
         raise _cannot_load(model, error) from error
-    except (OSError, KeyError, TypeError) as error:
-        raise _cannot_load(model, error) from error
+    if config.model_type == "moesaic":
+        check_converted(config, str(model))
+    return config
+
+
+def check_converted(config: Any, model: str) -> None:
+    """Raises MoesaicError where a converted model's configuration contradicts itself."""
+    try:
+        moe = config.moesaic
+        layout, routed = Layout.parse(moe["layout"]), moe["recipe"]["grouping"] != "none"
+        total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
+        sizes = layout.sizes(total)
+        expected = {
+            "num_shared": layout.num_shared,
+            "num_routed": sizes.num_routed if routed else 0,
+            "num_active": sizes.num_active if routed else 0,
+            "shared_size": sizes.shared if routed else sizes.active,
+            "expert_size": sizes.expert,
+            "padded_size": -(-sizes.expert // 8) * 8,
+            "dropped": 0 if routed else total - sizes.active,
+            "layers": list(range(config.get_text_config().num_hidden_layers)),
+        }
+        wrong = [key for key, value in expected.items() if moe[key] != value]
+        ffn = moe["ffn"]
+        ffn["path"].format(0), [path.format(0) for path in ffn["identities"]]
+        wrong += [key for key in ("gated", "bias", "output_bias") if type(ffn[key]) is not bool]
+        wrong += [] if type(moe["router"]["absolute"]) is bool else ["absolute"]
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise MoesaicError(f"the config.json of {model} is damaged ({error!r})") from error
+    if wrong:
+        raise MoesaicError(
+            f"the config.json of {model} contradicts itself: {wrong[0]} does not fit the layout "
+            f"{layout}"
+        )
+
+
+def _check_index(folder: Path) -> None:
+    """Shards of a local checkpoint must lie in its folder: names in an index are not trusted."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MoesaicError(f"{index} is damaged ({error!r})") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise MoesaicError(f"{index} names {name!r}, which is no file of its folder")
 
 
 def load_model(
@@ -107,6 +155,7 @@ def load_model(
     and weights that are missing or of another shape (transformers would fill them at random).
     """
     config = load_config(model, trust_remote_code)
+    _check_index(Path(resolve(model)))
     try:
         loaded: Any
         info: dict[str, Any]
@@ -118,7 +167,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # reported below, by name
             use_safetensors=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # transformers raises many kinds for one cause
         if "Unrecognized configuration class" in str(error):
             raise MoesaicError(
                 f"{model} ({config.model_type}) is no causal language model"
@@ -131,6 +180,11 @@ def load_model(
                 f"{model}: {len(keys)} weights are {what.split('_')[0]} in the checkpoint, "
                 f"among them {min(keys)}; fetch the model again"
             )
+    if beyond := _beyond(config, info.get("unexpected_keys") or ()):
+        raise MoesaicError(
+            f"{model}: the checkpoint has weights that its config.json leaves out, among them "
+            f"{beyond[0]}; one of the two is damaged"
+        )
     try:
         return loaded.to(device).eval()
     except torch.OutOfMemoryError as error:
@@ -142,7 +196,7 @@ def load_model(
 def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(resolve(model), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except Exception as error:  # transformers raises many kinds for one cause
         raise MoesaicError(f"{model} has no usable tokenizer: {_first_line(error)}") from error
 
 
@@ -150,9 +204,17 @@ def _model_type(where: Path) -> str | None:
     """What a local config.json calls its family, where it can be read and brings no code."""
     try:
         values = json.loads((where / "config.json" if where.is_dir() else where).read_text())
-        return None if "auto_map" in values else str(values["model_type"])
+        family = values["model_type"]
+        return family if isinstance(family, str) and "auto_map" not in values else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _beyond(config: Any, unexpected: Iterable[str]) -> list[str]:
+    """Weights that were not read: of layers beyond the last, or any where the model is ours."""
+    last, ours = config.get_text_config().num_hidden_layers, config.model_type == "moesaic"
+    numbers = ((key, re.search(r"\.([0-9]+)\.", key)) for key in unexpected)
+    return sorted(key for key, number in numbers if ours or (number and int(number[1]) >= last))
 
 
 def _first_line(error: Exception) -> str:

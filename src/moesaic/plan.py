@@ -62,6 +62,8 @@ def make_plan(
             f"{model} is converted already ({config.moesaic['layout']}, recipe "
             f"{config.moesaic['recipe']['name']}); convert the dense model it came from"
         )
+    if getattr(config, "quantization_config", None):
+        raise MoesaicError(f"{model} is quantised; convert the full-precision model, then quantise")
     if config.is_encoder_decoder:
         raise MoesaicError(f"{model} is an encoder-decoder; only decoders can be converted")
     if getattr(config.get_text_config(), "is_heterogeneous", False):

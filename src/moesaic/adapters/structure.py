@@ -99,7 +99,7 @@ def find_ffns(model: Any) -> FFNs:
         for path, module in base.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    if not stacks:
+    if not stacks or count < 1:
         raise MoesaicError(f"{name}: no stack of {count} layers found; supported are {SUPPORTED}")
     layers_path, layers = stacks[0]
     first = layers[0]

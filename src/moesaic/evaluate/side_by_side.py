@@ -39,10 +39,19 @@ def evaluate(
     if text is None:
         base = getattr(configs[0], "moesaic", {}).get("base_model", model)
         text = ["demo" if base == "demo" else "wikitext2"]
-    rows: list[dict[str, Any]] = []
+    if max_tokens is not None and max_tokens < 2:
+        raise MoesaicError(f"at most {max_tokens} tokens predict nothing; take 2 or more")
+    texts = []
     for name in names:
         tokenizer = load_tokenizer(name, trust_remote_code)
-        ids = {source: to_ids(source, tokenizer, heldout=True) for source in text}
+        texts.append({source: to_ids(source, tokenizer, heldout=True) for source in text})
+    for source in text:
+        if not torch.equal(texts[0][source], texts[-1][source]):
+            raise MoesaicError(
+                f"{model} and {against} cut {source} into different tokens: not comparable"
+            )
+    rows: list[dict[str, Any]] = []
+    for name, ids in zip(names, texts, strict=True):
         loaded = load_model(name, dtype, trust_remote_code, device)
         row: dict[str, Any] = {"model": name, "perplexity": {}, "tokens": {}}
         total = sum(len(row_of_ids[:max_tokens]) for row_of_ids in ids.values())
@@ -56,11 +65,6 @@ def evaluate(
     result = rows[0] | {"sequence_length": length}
     if against is not None:
         dense = rows[1]
-        if rows[0]["tokens"] != dense["tokens"]:
-            raise MoesaicError(
-                f"{model} and {against} cut the text into different tokens "
-                f"({rows[0]['tokens']} and {dense['tokens']}): not comparable"
-            )
         result["against"] = dense
         result["ratio"] = {s: result["perplexity"][s] / dense["perplexity"][s] for s in text}
     return result
