@@ -64,7 +64,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         self.process, self.done = psutil.Process(), threading.Event()
-        self.before = self.peak = self.process.memory_info().rss
+        self.peak = self.process.memory_info().rss
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
         return self
@@ -80,15 +80,18 @@ class PeakMemory:
 
 def bench_memory(layers: int, samples: int, length: int) -> None:
     """Peak above the dense weights, for a deep and for a shallow model of the same layers."""
-    model = llama_layers(layers)
     windows_NL = torch.randint(0, 1000, (samples, length))
+    dense_pass(llama_layers(1), windows_NL)  # what torch itself takes, once
+    empty = psutil.Process().memory_info().rss
+    model = llama_layers(layers)
     config = model.config
     hidden, neurons = config.hidden_size, config.intermediate_size
     layer = 3 * hidden * neurons * 4  # the converted FFN beside the dense one it replaces
     inputs = windows_NL.numel() * hidden * 4
     marks = windows_NL.numel() * 10 * (4 + 4 + 8)  # column index, one, and their int64 copy
-    block = BLOCK_TOKENS * (4 * neurons + 8 * hidden) * 4
-    dense_pass(model, windows_NL)  # what torch itself takes, once
+    # Working set of a block: hidden states of the FFN and of attention, and the grouped product's
+    # copies of each token for each of its 3 routed experts.
+    block = BLOCK_TOKENS * (4 * neurons + (8 + 5 * 3) * hidden) * 4
     with PeakMemory() as memory:
         moesaic.convert(model, "cmoe", "S3A3E8", windows_NL)
     table = Table("MB", "", title=f"memory, {layers} layers of {hidden}/{neurons}, fp32")
@@ -100,7 +103,7 @@ def bench_memory(layers: int, samples: int, length: int) -> None:
         ("  inputs of one layer, all tokens", inputs),
         ("  activation marks", marks),
         ("  one token block", block),
-        ("measured above them", memory.peak - memory.before),
+        ("measured above them", memory.peak - empty - weights),
     ):
         table.add_row(name, f"{value / 1e6:.0f}")
     console.print(table)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import pad
 
 from moesaic.adapters import DenseFFN
 from moesaic.grouping import GROUPING
@@ -82,25 +81,28 @@ def carve(ffn: DenseFFN, parts: Partition, recipe: Recipe, config: Any) -> Moesa
         # In float32 whatever the model's dtype: their updates are smaller than bf16 resolves.
         scale_R = ffn.up_FD.new_zeros(len(parts.experts_RM), dtype=torch.float32)
         state |= {"router.expert_scale": scale_R, "router.selection_bias": scale_R.clone()}
-        experts = torch.from_numpy(parts.experts_RM).to(ffn.up_FD.device)
+        experts_RM = torch.from_numpy(parts.experts_RM).to(ffn.up_FD.device)
+        padded = config.moesaic["padded_size"]
+
+        def stack(*sources: torch.Tensor | None) -> torch.Tensor:
+            """Rows of each expert (R, rows, ...), gate before up, each padded with zero rows."""
+            given = [source for source in sources if source is not None]
+            rows = len(given) * padded
+            stacked = given[0].new_zeros(len(experts_RM), rows, *given[0].shape[1:])
+            # Expert by expert: the copies in between stay small beside the weights.
+            for expert, members_M in zip(stacked, experts_RM, strict=True):
+                for start, source in zip(range(0, rows, padded), given, strict=True):
+                    expert[start : start + len(members_M)] = source[members_M]
+            return stacked
+
         name = "gate_up_proj" if ffn.gated else "up_proj"
-        missing = config.moesaic["padded_size"] - experts.shape[1]
-
-        def stack(*parts: torch.Tensor | None) -> torch.Tensor:
-            """Rows of each expert (R, M, ...), padded with zero rows, gate before up."""
-            stacks = []
-            for part in parts:
-                if part is not None:
-                    stacks.append(part[experts])
-                    if missing:
-                        widths = [0, 0] * (part.ndim - 1) + [0, missing]
-                        stacks[-1] = pad(stacks[-1], widths)
-            return torch.cat(stacks, dim=1) if len(stacks) > 1 else stacks[0]
-
         state[f"experts.{name}"] = stack(ffn.gate_FD, ffn.up_FD)
         if ffn.up_bias_F is not None:
             state[f"experts.{name}_bias"] = stack(ffn.gate_bias_F, ffn.up_bias_F)
-        state["experts.down_proj"] = stack(ffn.down_DF.T).transpose(1, 2)
+        down_RDM = ffn.down_DF.new_zeros(len(experts_RM), len(ffn.down_DF), padded)
+        for down_DM, members_M in zip(down_RDM, experts_RM, strict=True):
+            down_DM[:, : len(members_M)] = ffn.down_DF[:, members_M]
+        state["experts.down_proj"] = down_RDM
     if ffn.down_bias_D is not None:
         state["output_bias"] = ffn.down_bias_D.clone()
     state = {name: tensor.contiguous() for name, tensor in state.items()}
