@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def convert(
         command=_command(), progress=True,
     )  # fmt: skip
     _report_tables(report)
-    next_command = ["moesaic", "eval", str(output), "--text", source, "--against", model]
+    next_command = [_program(), "eval", str(output), "--text", source, "--against", model]
     out.print(f"written to {output}; next:\n  {shlex.join(next_command)}")
     if Path(source).exists():
         out.print("(better on another text: most of this one may have been used for calibration)")
@@ -211,7 +212,7 @@ def demo(
         )  # fmt: skip
     out.print(table)
     out.print(f"the converted model lies in {output}")
-    words = ["moesaic", "eval", str(output), "--text", "demo", "--against", "demo"]
+    words = [_program(), "eval", str(output), "--text", "demo", "--against", "demo"]
     limit = ["--max-tokens", str(demo_run.HELDOUT_TOKENS)]
     out.print(f"next:\n  {shlex.join([*words, *limit])}")
 
@@ -219,6 +220,11 @@ def demo(
 def _folded(*cells: str) -> list[Text]:
     """Cells that break over lines in a narrow terminal instead of losing their end."""
     return [Text(cell, overflow="fold") for cell in cells]
+
+
+def _program() -> str:
+    """What to type for this program: its path where it is not on the PATH (`make demo`)."""
+    return "moesaic" if shutil.which("moesaic") else sys.argv[0]
 
 
 def _command() -> str:
