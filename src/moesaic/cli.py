@@ -19,20 +19,19 @@ from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from rich.text import Text
 from transformers.utils import logging as transformers_logging
 from typer.exceptions import TyperException
 
 from moesaic import _version, demo_run
 from moesaic.convert import convert as convert_model
-from moesaic.convert import prepare
 from moesaic.errors import MoesaicError
 from moesaic.evaluate import evaluate
-from moesaic.flops import Macs, count_macs, meta_model
+from moesaic.flops import count_macs, meta_model
 from moesaic.load import choose_device, choose_dtype, load_config
 from moesaic.plan import make_plan
+from moesaic.prepare import prepare
 from moesaic.recipe import RECIPES
-from moesaic.report import ConversionReport
+from moesaic.tables import folded, macs_table, out, report_tables
 
 app = typer.Typer(
     help="Turns a dense language model into a Mixture-of-Experts, without training.",
@@ -40,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+err = Console(stderr=True, soft_wrap=True)
 
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the model brings along.")
@@ -87,7 +86,7 @@ def convert(
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         todo = ready.plan
-        _macs_table(f"{model}, {layout}: {todo.shape}", todo.dense_macs, todo.macs, 1)
+        macs_table(f"{model}, {layout}: {todo.shape}", todo.dense_macs, todo.macs, 1)
         out.print(
             f"would profile {ready.windows_NL.numel()} tokens of {source} in each of "
             f"{len(todo.config.moesaic['layers'])} layers and write {output}; nothing was written"
@@ -99,7 +98,7 @@ def convert(
         overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
         command=_command(), progress=True,
     )  # fmt: skip
-    _report_tables(report)
+    report_tables(report)
     next_command = [_program(), "eval", str(output), "--text", source, "--against", model]
     out.print(f"written to {output}; next:\n  {shlex.join(next_command)}")
     if Path(source).exists():
@@ -143,7 +142,7 @@ def evaluate_command(
     for row in [result, result["against"]] if against else [result]:
         for source, value in row["perplexity"].items():
             table.add_row(
-                *_folded(row["model"], source), f"{value:.4f}", f"{row['tokens'][source]}",
+                *folded(row["model"], source), f"{value:.4f}", f"{row['tokens'][source]}",
                 f"{row['active_ffn_fraction']:.1%}",
             )  # fmt: skip
     out.print(table)
@@ -166,7 +165,7 @@ def recipes() -> None:
             options.append(f"rounds {recipe.kmeans_rounds}")
         options += [name for name in ("normalise", "absolute") if getattr(recipe, name)]
         table.add_row(
-            recipe.name, *_folded(recipe.importance, recipe.grouping, recipe.router),
+            recipe.name, *folded(recipe.importance, recipe.grouping, recipe.router),
             ", ".join(options),
         )  # fmt: skip
     out.print(table)
@@ -186,12 +185,12 @@ def flops(
     config = load_config(model, trust_remote_code)
     if config.model_type == "moesaic":
         ours = count_macs(meta_model(config, trust_remote_code), tokens)
-        _macs_table(f"{model}, {config.moesaic['layout']}", None, ours, tokens)
+        macs_table(f"{model}, {config.moesaic['layout']}", None, ours, tokens)
         return
     todo = make_plan(config, model, recipe, layout, trust_remote_code=trust_remote_code)
     dense = count_macs(meta_model(config, trust_remote_code), tokens)
     ours = count_macs(meta_model(todo.config), tokens)
-    _macs_table(f"{model}, {layout}: {todo.shape}", dense, ours, tokens)
+    macs_table(f"{model}, {layout}: {todo.shape}", dense, ours, tokens)
 
 
 @app.command()
@@ -217,11 +216,6 @@ def demo(
     out.print(f"next:\n  {shlex.join([*words, *limit])}")
 
 
-def _folded(*cells: str) -> list[Text]:
-    """Cells that break over lines in a narrow terminal instead of losing their end."""
-    return [Text(cell, overflow="fold") for cell in cells]
-
-
 def _program() -> str:
     """What to type for this program: its path where it is not on the PATH (`make demo`)."""
     return "moesaic" if shutil.which("moesaic") else sys.argv[0]
@@ -231,49 +225,6 @@ def _command() -> str:
     """The command as the model card keeps it: a resumed run is the run it resumes."""
     kept = [word for word in sys.argv[1:] if word not in {"--resume", "--overwrite"}]
     return shlex.join(["moesaic", *kept])
-
-
-def _macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
-    columns = ["GMACs", "converted"] if dense is None else ["GMACs", "dense", "converted"]
-    table = Table(*columns, title=f"{title} ({tokens} token{'s' * (tokens > 1)})")
-    parts = ["attention", "ffn", "router", "head", "total", "scores"]
-    for part in parts:
-        counts = [getattr(macs, part) / 1e9 for macs in (dense, ours) if macs is not None]
-        name = "attention scores (not in total)" if part == "scores" else part
-        table.add_row(
-            name, *(f"{count:.4g}" if count < 100 else f"{count:.1f}" for count in counts)
-        )
-    out.print(table)
-    share = f"active FFN neurons {ours.active_ffn_fraction:.1%}"
-    if dense is not None:
-        share += f", multiply-accumulates {ours.total / dense.total - 1:+.1%}"
-    out.print(share)
-
-
-def _report_tables(report: ConversionReport) -> None:
-    table = Table(
-        "layer", "relative error", "router recall", "mass kept", "oracle's mass", "load max/mean",
-        "seconds", title=f"{report.model}, {report.recipe['name']} {report.layout}: {report.shape}",
-    )  # fmt: skip
-    for layer in report.layers:
-        load = layer.expert_load
-        spread = f"{max(load) * len(load) / sum(load):.2f}" if load else ""
-        cells = [layer.relative_error, layer.router_recall, layer.mass_kept, layer.oracle_mass]
-        table.add_row(
-            str(layer.layer), *("" if cell is None else f"{cell:.4f}" for cell in cells), spread,
-            "" if layer.seconds is None else f"{layer.seconds:.2f}",
-        )  # fmt: skip
-    out.print(table)
-    if report.dense_perplexity and report.perplexity:
-        ratio = report.perplexity / report.dense_perplexity
-        out.print(
-            f"perplexity {report.perplexity:.3f}, dense {report.dense_perplexity:.3f}, ratio "
-            f"{ratio:.3f} ({report.heldout}, {report.heldout_tokens} tokens)"
-        )
-    out.print(
-        f"active FFN neurons {report.active_ffn_fraction:.1%}, multiply-accumulates per token "
-        f"{report.macs / report.dense_macs - 1:+.1%}, {report.seconds:.1f} s in all"
-    )
 
 
 def _version_and_exit(show: bool) -> None:

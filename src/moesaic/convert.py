@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,100 +19,28 @@ from rich.console import Console
 from rich.progress import track
 
 from moesaic import checkpoint
-from moesaic.adapters import FFNs, find_ffns
+from moesaic.adapters import find_ffns
 from moesaic.card import licence_of, model_card
 from moesaic.carve import carve, partition
-from moesaic.data import has_heldout_split, sample_windows, to_ids
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.layout import Layout
 from moesaic.load import (
     choose_device,
-    context_of,
-    load_config,
     load_model,
-    load_tokenizer,
     resolve,
 )
 from moesaic.measure import LayerMeter, LayerReport
 from moesaic.modeling import install_block
-from moesaic.plan import Plan, make_plan
+from moesaic.plan import Plan
+from moesaic.prepare import prepare, source_name
 from moesaic.profile import profile_ffn
 from moesaic.recipe import Recipe
 from moesaic.report import ConversionReport
+from moesaic.soundness import blame_a_layer, check_inputs, check_vocabulary, check_weights
 from moesaic.stream import Stream, check_stream
 
-MOST_CALIBRATION_TOKENS = 2**24
 HELDOUT_TOKENS = 16_384  # tokens on which the card's perplexities are measured
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A conversion whose every input has been checked and read, but for the weights."""
-
-    plan: Plan
-    tokenizer: Any
-    windows_NL: torch.Tensor
-    heldout_ids: torch.Tensor | None
-    heldout: str | None
-
-
-def prepare(
-    model: Any,
-    recipe: str | Path | Recipe,
-    layout: str | Layout,
-    calibration: Any,
-    *,
-    tokenizer: Any = None,
-    output: Path | None = None,
-    samples: int = 8,
-    sequence_length: int | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    resume: bool = False,
-    trust_remote_code: bool = False,
-) -> Prepared:
-    """Checks all of a conversion's input and reads its text (`--dry-run` ends here).
-
-    Raises MoesaicError for any bad input but broken weights; writes nothing.
-    """
-    in_memory = not isinstance(model, str | Path)
-    if in_memory and getattr(model, "get_output_embeddings", lambda: None)() is None:
-        raise MoesaicError(
-            f"a {type(model).__name__} is no causal language model; load it with "
-            "AutoModelForCausalLM, or pass its folder"
-        )
-    if not in_memory:
-        resolve(model)
-    name = (model.config.name_or_path or type(model).__name__) if in_memory else str(model)
-    config = model.config if in_memory else load_config(model, trust_remote_code)
-    todo = make_plan(config, name, recipe, layout, sequence_length, trust_remote_code)
-    if not isinstance(samples, int) or not isinstance(seed, int):
-        raise MoesaicError(f"samples {samples!r} and seed {seed!r} must be whole numbers")
-    if samples < 1:
-        raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
-    if samples * todo.sequence_length > MOST_CALIBRATION_TOKENS:
-        raise MoesaicError(
-            f"{samples} samples of {todo.sequence_length} are over {MOST_CALIBRATION_TOKENS:,} "
-            "tokens, the most that are profiled; take fewer --samples"
-        )
-    if not 0 <= seed < 2**31:
-        raise MoesaicError(f"seed {seed} is outside 0..{2**31 - 1}")
-    if output is not None:
-        checkpoint.check_output(output, overwrite, resume)
-    if tokenizer is None:
-        needed = isinstance(calibration, str | Path) and not in_memory
-        load = load_tokenizer if needed else _tokenizer_or_none
-        tokenizer = load(config.name_or_path if in_memory else model, trust_remote_code)
-    ids = to_ids(calibration, tokenizer)
-    ids, heldout_ids, heldout = _hold_out(ids, calibration, tokenizer, todo.sequence_length)
-    windows_NL = sample_windows(ids, samples, todo.sequence_length, seed)
-    if windows_NL.shape[1] > context_of(config):
-        raise MoesaicError(
-            f"windows of {windows_NL.shape[1]} tokens exceed {context_of(config)}, the context of "
-            f"{name}"
-        )
-    return Prepared(todo, tokenizer, windows_NL, heldout_ids, heldout)
 
 
 def convert(
@@ -172,8 +99,8 @@ def convert(
     if not in_memory and _fits(dense, compute):
         dense.to(compute)
     ffns = find_ffns(dense)
-    _check_vocabulary(dense, windows_NL)
-    weights = _check_weights(ffns, dense)
+    check_vocabulary(dense, windows_NL)
+    weights = check_weights(ffns, dense)
     check_stream(ffns, windows_NL)
 
     report = ConversionReport(
@@ -181,7 +108,7 @@ def convert(
         recipe=todo.recipe.to_dict(),
         layout=str(todo.layout),
         shape=todo.shape,
-        calibration=_source_name(calibration),
+        calibration=source_name(calibration),
         tokens=windows_NL.numel(),
         sequence_length=windows_NL.shape[1],
         seed=seed,
@@ -209,7 +136,7 @@ def convert(
                     dense, heldout_ids, length, HELDOUT_TOKENS
                 )
             except MoesaicError:
-                _blame_a_layer(Stream(ffns, windows_NL, compute))
+                blame_a_layer(Stream(ffns, windows_NL, compute))
                 raise
         run = _fingerprint(todo, report, windows_NL, weights, compute)
         with checkpoint.open_draft(target, run, resume) as draft:
@@ -239,7 +166,7 @@ def _convert_layers(
     ):
         home = next(layers[layer].parameters()).device
         layers[layer].to(stream.device)
-        _check_inputs(stream, layer)
+        check_inputs(stream, layer)
         clock("check")
         report.layers.append(_convert_layer(stream, todo, layer, report.seed, draft, clock))
         layers[layer].to(home)
@@ -278,35 +205,6 @@ def _convert_layer(
     return report
 
 
-def _check_weights(ffns: FFNs, model: Any) -> str:
-    """A digest of all weights (two passes over them). Raises MoesaicError for NaN, by name."""
-    layers = {id(p): i for i, layer in enumerate(ffns.layers) for p in layer.parameters()}
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach()
-        if not torch.isfinite(values.sum(dtype=torch.float32)):
-            where = f"layer {layers[id(parameter)]}: " if id(parameter) in layers else ""
-            raise MoesaicError(f"{where}the weights {name!r} hold NaN or infinity")
-        bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
-        # Sums of whole numbers do not depend on the order in which threads add them.
-        digest.update(f"{name} {tuple(values.shape)} {bits.sum(dtype=torch.int64)}".encode())
-    return digest.hexdigest()
-
-
-def _check_inputs(stream: Stream, layer: int) -> None:
-    if not torch.isfinite(stream.hidden_NLD.sum(dtype=torch.float32)):
-        where = f"layer {layer - 1} puts out" if layer else "the embeddings put out"
-        raise MoesaicError(f"{where} NaN or infinity on the calibration text")
-
-
-def _blame_a_layer(stream: Stream) -> None:
-    """Finds the first layer of a broken model whose output is not finite."""
-    for layer in range(len(stream.ffns.layers)):
-        _check_inputs(stream, layer)
-        stream.advance(layer)
-    _check_inputs(stream, len(stream.ffns.layers))
-
-
 def _become_ours(dense: Any, config: Any) -> None:
     """The dense model object, its FFNs replaced, becomes what loading the saved folder gives."""
     from transformers import AutoModelForCausalLM
@@ -317,18 +215,6 @@ def _become_ours(dense: Any, config: Any) -> None:
     for module in dense.modules():
         if getattr(module, "config", None) is previous:
             module.config = config
-
-
-def _hold_out(
-    ids: torch.Tensor, calibration: Any, tokenizer: Any, length: int
-) -> tuple[torch.Tensor, torch.Tensor | None, str | None]:
-    """Text for the card's perplexities: the source's own split, or the last tenth of the tokens."""
-    if has_heldout_split(calibration):
-        return ids, to_ids(calibration, tokenizer, heldout=True), f"{calibration}, held-out split"
-    if ids.ndim != 1 or len(ids) < 10 * length:
-        return ids, None, None
-    cut = len(ids) - len(ids) // 10
-    return ids[:cut], ids[cut:], f"last tenth of {_source_name(calibration)}"
 
 
 def _fingerprint(
@@ -350,28 +236,6 @@ def _fingerprint(
         "calibration tokens": hashlib.sha256(windows_NL.numpy().tobytes()).hexdigest(),
         "versions": todo.config.moesaic["versions"] | {"POT": version("POT")},
     }
-
-
-def _source_name(calibration: Any) -> str:
-    if isinstance(calibration, str | Path):
-        return Path(calibration).name if Path(calibration).exists() else str(calibration)
-    return f"a {type(calibration).__name__} in memory"
-
-
-def _tokenizer_or_none(name: str | Path, trust_remote_code: bool) -> Any:
-    try:
-        return load_tokenizer(name, trust_remote_code) if name else None
-    except MoesaicError:
-        return None
-
-
-def _check_vocabulary(model: Any, ids: torch.Tensor) -> None:
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
-        raise MoesaicError(
-            f"calibration token ids reach {int(ids.max())}, the model knows 0..{vocabulary - 1}: "
-            "the tokenizer is not this model's"
-        )
 
 
 def _fits(model: Any, device: torch.device) -> bool:
