@@ -30,11 +30,13 @@ def licence_of(folder: str | Path) -> str | None:
 
 def model_card(report: ConversionReport, config: Any, licence: str | None, command: str) -> str:
     """README.md of a converted model: what it is, how it was made, what it lost."""
-    base = Path(report.model).name
+    base = config.moesaic["base_model"]
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if licence:
         front["license"] = licence
-    front |= {"base_model": report.model, "tags": ["moesaic", "mixture-of-experts"]}
+    if "/" in base:  # a hub id; a folder's name means nothing elsewhere
+        front["base_model"] = base
+    front["tags"] = ["moesaic", "mixture-of-experts"]
     versions = ", ".join(f"{name} {v}" for name, v in config.moesaic["versions"].items())
     measured = "not measured: the calibration text left nothing to hold out"
     if report.perplexity and report.dense_perplexity:
@@ -46,7 +48,7 @@ def model_card(report: ConversionReport, config: Any, licence: str | None, comma
         )
     ours, dense = report.macs, report.dense_macs
     rows = [
-        ("Base model", report.model),
+        ("Base model", base),
         ("Licence", licence or "as the base model's"),
         ("Recipe", f"`{report.recipe['name']}`: {report.recipe['about']}"),
         ("Layout", f"{report.layout}: {report.shape}"),
@@ -63,10 +65,10 @@ def model_card(report: ConversionReport, config: Any, licence: str | None, comma
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
 
-# {base}, {report.layout}
+# {Path(base).name}, {report.layout}
 
-{base} with every dense feed-forward network cut into shared and routed experts by
-[moesaic](https://pypi.org/project/moesaic/), without training.{method}
+{base} with every dense feed-forward network cut into shared and routed experts by moesaic, without
+training.{method}
 
 | | |
 |---|---|

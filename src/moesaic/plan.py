@@ -121,7 +121,7 @@ def _our_config(
         },
         "router": {"kind": recipe.router, "absolute": recipe.absolute},
         "recipe": recipe.to_dict(),
-        "base_model": model,
+        "base_model": Path(model).name if Path(model).exists() else model,  # no private paths
         "versions": {
             "moesaic": version("moesaic"),
             "torch": torch.__version__,
