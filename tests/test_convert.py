@@ -180,16 +180,12 @@ def test_a_kill_in_the_last_step_keeps_the_old_model_or_the_new(
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     if when == "after its name":
         assert files(output) == files(tmp_path / "calm")
-        moesaic.convert(
-            dense, "cmoe", "S3A3E8", WINDOWS, output=output, command="x", overwrite=True
-        )
     else:
         kept = output if output.exists() else checkpoint.draft_folder(output) / "old"
         assert files(kept) == old
-        moesaic.convert(
-            dense, "cmoe", "S3A3E8", WINDOWS, output=output, command="x", overwrite=True,
-            resume=True,
-        )  # fmt: skip
+    moesaic.convert(
+        dense, "cmoe", "S3A3E8", WINDOWS, output=output, command="x", overwrite=True, resume=True
+    )
     assert files(output) == files(tmp_path / "calm")
     assert not checkpoint.draft_folder(output).exists()
 
@@ -204,6 +200,13 @@ def test_resume_refuses_other_weights_of_the_same_shape(dense: Path, tmp_path: P
     tiny_model("llama", seed=1).save_pretrained(dense)
     with pytest.raises(moesaic.MoesaicError, match="was started with weights"):
         moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True)
+
+
+def test_an_empty_draft_is_no_obstacle(dense: Path, tmp_path: Path) -> None:
+    """A run killed between making its folder and its first file leaves one."""
+    (tmp_path / "out.partial").mkdir()
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=tmp_path / "out", resume=True)
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_folders_of_the_user_are_left_alone(dense: Path, tmp_path: Path) -> None:

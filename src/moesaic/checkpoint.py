@@ -40,7 +40,8 @@ def check_output(output: Path, overwrite: bool, resume: bool) -> None:
     if not output.name:
         raise MoesaicError(f"output {output} exists; choose another")
     draft = draft_folder(output)
-    if draft.exists() and not (draft / _DRAFT).is_file():
+    empty = draft.is_dir() and not any(draft.iterdir())  # killed while it was made
+    if draft.exists() and not empty and not (draft / _DRAFT).is_file():
         raise MoesaicError(f"{draft} is in the way and not ours; move it or choose another output")
     if (draft / _MODEL).exists() and not resume and not overwrite:
         raise MoesaicError(
@@ -136,7 +137,7 @@ def open_draft(output: Path, run: dict[str, Any], resume: bool) -> Iterator[Path
 def _prepare_draft(draft: Path, output: Path, run: dict[str, Any], resume: bool) -> Path:
     if (draft / _OLD).exists() and not output.exists():
         (draft / _OLD).rename(output)  # killed while a new model took an old one's name
-    if draft.exists() and resume:
+    if (draft / _MODEL).exists() and resume:  # without it, killed after the model got its name
         try:
             started = json.loads((draft / _DRAFT).read_text())
         except (OSError, ValueError) as error:
@@ -152,8 +153,9 @@ def _prepare_draft(draft: Path, output: Path, run: dict[str, Any], resume: bool)
         return draft
     if draft.exists():
         shutil.rmtree(draft)
-    (draft / _MODEL).mkdir(parents=True)
+    draft.mkdir()
     (draft / _DRAFT).write_text(json.dumps(run, indent=2, sort_keys=True) + "\n")
+    (draft / _MODEL).mkdir()
     return draft
 
 
@@ -230,6 +232,7 @@ def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[st
         output.rename(draft / _OLD)
     folder.rename(output)
     _sync(output.parent)
+    shutil.rmtree(draft / _OLD, ignore_errors=True)  # before draft.json, which says it is ours
     shutil.rmtree(draft)
 
 
