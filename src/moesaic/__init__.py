@@ -1,6 +1,7 @@
 """moesaic turns a dense language model into a Mixture-of-Experts, without training."""
 
 from moesaic._version import __version__
+from moesaic.compare import compare
 from moesaic.convert import convert
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
@@ -15,6 +16,7 @@ __all__ = [
     "MoesaicError",
     "Recipe",
     "__version__",
+    "compare",
     "convert",
     "load_recipe",
     "perplexity",

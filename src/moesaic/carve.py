@@ -5,7 +5,6 @@ Shape suffixes: D hidden_size, F neurons, S shared neurons, R routed experts, M 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,74 +12,46 @@ import torch
 from numpy.typing import NDArray
 
 from moesaic.adapters import DenseFFN
-from moesaic.grouping import GROUPING
-from moesaic.importance import IMPORTANCE
-from moesaic.layout import Sizes
 from moesaic.modeling import MoesaicBlock
-from moesaic.profile import Profile
-from moesaic.recipe import Recipe
-from moesaic.routers import ROUTERS
+from moesaic.partition import Partition
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Which neurons are shared, which make up each routed expert, and who represents it.
-
-    shared, experts and dropped neurons together are a permutation of the FFN's neurons; only
-    static pruning drops any.
-    """
-
-    shared_S: NDArray[np.int64]
-    experts_RM: NDArray[np.int64]  # R = 0 for static pruning
-    representative_R: NDArray[np.int64]
-
-
-def partition(
-    profile: Profile, ffn: DenseFFN, recipe: Recipe, sizes: Sizes, generator: np.random.Generator
-) -> Partition:
-    """Applies a recipe's importance, grouping and router ingredients to one FFN's statistics."""
-    score_F = IMPORTANCE[recipe.importance](profile, ffn, generator)
-    order_F = np.argsort(-score_F, kind="stable")  # ties: lowest index first
-    group, route = GROUPING[recipe.grouping], ROUTERS[recipe.router]
-    if group is None or route is None:
-        none = np.empty(0, dtype=np.int64)
-        return Partition(np.sort(order_F[: sizes.active]), none.reshape(0, 0), none)
-    shared_S = np.sort(order_F[: sizes.shared])
-    candidates_N = np.sort(order_F[sizes.shared :])
-    experts_RM = group(profile, candidates_N, sizes.num_routed, recipe.kmeans_rounds, generator)
-    return Partition(shared_S, experts_RM, route(profile, experts_RM, generator))
+def neuron_rows(ffn: DenseFFN, index: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    """Some neurons' input weights and biases, by the names that routers and experts use."""
+    index_t = torch.from_numpy(index).to(ffn.up_FD.device)
+    state = {}
+    for part, weight, bias in (
+        ("gate_proj", ffn.gate_FD, ffn.gate_bias_F),
+        ("up_proj", ffn.up_FD, ffn.up_bias_F),
+    ):
+        if weight is not None:
+            state[f"{part}.weight"] = weight[index_t]
+        if bias is not None:
+            state[f"{part}.bias"] = bias[index_t]
+    return state
 
 
 @torch.no_grad()
-def carve(ffn: DenseFFN, parts: Partition, recipe: Recipe, config: Any) -> MoesaicBlock:
+def carve(
+    ffn: DenseFFN, parts: Partition, router: dict[str, torch.Tensor], config: Any
+) -> MoesaicBlock:
     """The block whose weights are rows of `gate` and `up` and columns of `down`, copied.
 
-    The router copies the representatives' rows (paper, Section 4.2), scaled to unit length where
-    the recipe says so. Costs one copy of the FFN's weights.
+    `router` is the state of its router. Costs one copy of the FFN's weights.
     """
     with torch.device("meta"):
         block = MoesaicBlock(config)
     state: dict[str, torch.Tensor] = {}
 
-    def rows(name: str, source: DenseFFN, index: NDArray[np.int64]) -> None:
-        index_t = torch.from_numpy(index).to(source.up_FD.device)
-        for part, weight, bias in (
-            ("gate_proj", source.gate_FD, source.gate_bias_F),
-            ("up_proj", source.up_FD, source.up_bias_F),
-        ):
-            if weight is not None:
-                state[f"{name}.{part}.weight"] = weight[index_t]
-            if bias is not None:
-                state[f"{name}.{part}.bias"] = bias[index_t]
-
     if len(parts.shared_S):
-        rows("shared_expert", ffn, parts.shared_S)
-        state["shared_expert.down_proj.weight"] = ffn.down_DF[:, torch.from_numpy(parts.shared_S)]
+        shared = neuron_rows(ffn, parts.shared_S)
+        shared["down_proj.weight"] = ffn.down_DF[:, torch.from_numpy(parts.shared_S)]
+        state |= {f"shared_expert.{name}": tensor for name, tensor in shared.items()}
     if len(parts.experts_RM):
-        rows("router", ffn.with_unit_rows() if recipe.normalise else ffn, parts.representative_R)
         # In float32 whatever the model's dtype: their updates are smaller than bf16 resolves.
-        scale_R = ffn.up_FD.new_zeros(len(parts.experts_RM), dtype=torch.float32)
-        state |= {"router.expert_scale": scale_R, "router.selection_bias": scale_R.clone()}
+        zero_R = ffn.up_FD.new_zeros(len(parts.experts_RM), dtype=torch.float32)
+        state |= {"router.expert_scale": zero_R, "router.selection_bias": zero_R.clone()}
+        state |= {f"router.{name}": tensor for name, tensor in router.items()}
         experts_RM = torch.from_numpy(parts.experts_RM).to(ffn.up_FD.device)
         padded = config.moesaic["padded_size"]
 
@@ -103,8 +74,10 @@ def carve(ffn: DenseFFN, parts: Partition, recipe: Recipe, config: Any) -> Moesa
         for down_DM, members_M in zip(down_RDM, experts_RM, strict=True):
             down_DM[:, : len(members_M)] = ffn.down_DF[:, members_M]
         state["experts.down_proj"] = down_RDM
-    if ffn.down_bias_D is not None:
-        state["output_bias"] = ffn.down_bias_D.clone()
+    if config.moesaic["output_bias"]:
+        bias_D = ffn.down_bias_D
+        zeros_D = ffn.down_DF.new_zeros(len(ffn.down_DF))
+        state["output_bias"] = zeros_D if bias_D is None else bias_D.clone()
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     block.load_state_dict(state, assign=True)
     return block.eval()

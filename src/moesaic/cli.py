@@ -16,21 +16,23 @@ from typing import Annotated
 
 import typer
 from huggingface_hub.utils import logging as hub_logging
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 from typer.exceptions import TyperException
 
 from moesaic import _version, demo_run
+from moesaic.cli_compare import compare_command
 from moesaic.convert import convert as convert_model
 from moesaic.errors import MoesaicError
 from moesaic.evaluate import evaluate
 from moesaic.flops import count_macs, meta_model
 from moesaic.load import choose_device, choose_dtype, load_config
+from moesaic.options import Device, Dtype, Grain, Trust, err
 from moesaic.plan import make_plan
 from moesaic.prepare import prepare
 from moesaic.recipe import RECIPES
+from moesaic.search import check_target
 from moesaic.tables import folded, macs_table, out, report_tables
 
 app = typer.Typer(
@@ -39,21 +41,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-err = Console(stderr=True, soft_wrap=True)
-
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the model brings along.")
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]
+app.command("compare")(compare_command)
 
 
 @app.command()
 def convert(
     model: Annotated[str, typer.Argument(help="Hub id, folder, or demo.")],
     output: Annotated[Path, typer.Option(help="Folder for the converted model.")],
-    recipe: Annotated[str, typer.Option(help="Name (see moesaic recipes) or FILE.yaml.")] = "cmoe",
-    layout: Annotated[str, typer.Option(help="SxAyEz: shared, active routed, total.")] = "S3A3E8",
+    recipe: Annotated[
+        str, typer.Option(help="Name (see moesaic recipes) or FILE.yaml.")
+    ] = "moesaic",
+    layout: Annotated[
+        str | None, typer.Option(help="SxAyEz: shared, active routed, total experts.")
+    ] = None,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the FFN neurons that a token skips; picks the layout by held-out layer "
+            "error [default: 0.25 without --layout]."
+        ),
+    ] = None,
+    target_ratio: Annotated[
+        float | None,
+        typer.Option(help="Skip as many neurons as keep perplexity within this ratio of dense."),
+    ] = None,
+    grain: Grain = "medium",
     calibration: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +73,13 @@ def convert(
             "Default: wikitext2, or demo for the demo model."
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Calibration windows.")] = 8,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="Calibration windows [default: 8; where weights are fitted, 12 tokens a neuron "
+            "and at least 32,768 tokens]."
+        ),
+    ] = None,
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens of a window [default: min(2048, context)].")
     ] = None,
@@ -81,21 +99,25 @@ def convert(
     choose_dtype(dtype)
     if dry_run:
         ready = prepare(
-            model, recipe, layout, source, output=output, samples=samples,
-            sequence_length=sequence_length, seed=seed, overwrite=overwrite, resume=resume,
-            trust_remote_code=trust_remote_code,
+            model, recipe, layout, source, sparsity=sparsity, grain=grain, output=output,
+            samples=samples, sequence_length=sequence_length, seed=seed, overwrite=overwrite,
+            resume=resume, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        todo = ready.plan
-        macs_table(f"{model}, {layout}: {todo.shape}", todo.dense_macs, todo.macs, 1)
+        if target_ratio is not None:
+            check_target(target_ratio, layout, sparsity, ready.heldout_ids)
+        todo = ready.plans[0]
+        macs_table(f"{model}, {todo.layout}: {todo.shape}", todo.dense_macs, todo.macs, 1)
+        if len(ready.plans) > 1:
+            out.print(f"layouts to choose from: {', '.join(str(p.layout) for p in ready.plans)}")
         out.print(
             f"would profile {ready.windows_NL.numel()} tokens of {source} in each of "
             f"{len(todo.config.moesaic['layers'])} layers and write {output}; nothing was written"
         )
         return
     _, report = convert_model(
-        model, recipe, layout, source, output=output, samples=samples,
-        sequence_length=sequence_length, seed=seed, device=device, dtype=dtype,
-        overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
+        model, recipe, layout, source, sparsity=sparsity, target_ratio=target_ratio, grain=grain,
+        output=output, samples=samples, sequence_length=sequence_length, seed=seed, device=device,
+        dtype=dtype, overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
         command=_command(), progress=True,
     )  # fmt: skip
     report_tables(report)
@@ -158,16 +180,11 @@ def evaluate_command(
 @app.command()
 def recipes() -> None:
     """List the recipes and their ingredients."""
-    table = Table("recipe", "importance", "grouping", "router", "options")
+    table = Table("recipe", "importance", "grouping", "router", "gating", "repair")
     for recipe in RECIPES.values():
-        options = [f"top-{recipe.activation_top_k}"] if recipe.importance == "rate" else []
-        if recipe.grouping == "balanced-kmeans":
-            options.append(f"rounds {recipe.kmeans_rounds}")
-        options += [name for name in ("normalise", "absolute") if getattr(recipe, name)]
-        table.add_row(
-            recipe.name, *folded(recipe.importance, recipe.grouping, recipe.router),
-            ", ".join(options),
-        )  # fmt: skip
+        gating = recipe.gating if recipe.routed else "none"
+        parts = (recipe.importance, recipe.grouping, recipe.router, gating, recipe.repair)
+        table.add_row(recipe.name, *folded(*parts))
     out.print(table)
     for recipe in RECIPES.values():
         out.print(f"{recipe.name}: {recipe.about}")
@@ -201,7 +218,7 @@ def demo(
     rows = demo_run.run_demo(output, lambda line: err.print(line))
     table = Table(
         "recipe", "perplexity", "over dense", "active FFN", "MFLOPs per token", "seconds",
-        title=f"demo model, {demo_run.LAYOUT}, perplexity on held-out modules",
+        title=f"demo model, {demo_run.SPARSITY:.0%} of the FFN skipped, held-out modules",
     )  # fmt: skip
     for row in rows:
         table.add_row(

@@ -1,8 +1,4 @@
-"""Converts a dense model layer by layer: the thin loop around the ingredients.
-
-Calibration is sequential: a layer is profiled on inputs that have passed through the converted
-layers before it.
-"""
+"""Converts a dense model: checks, chooses a layout, converts layer by layer, writes."""
 
 from __future__ import annotations
 
@@ -13,45 +9,41 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from moesaic import checkpoint
 from moesaic.adapters import find_ffns
 from moesaic.card import licence_of, model_card
-from moesaic.carve import carve, partition
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
+from moesaic.layers import convert_layers
 from moesaic.layout import Layout
 from moesaic.load import (
     choose_device,
     load_model,
     resolve,
 )
-from moesaic.measure import LayerMeter, LayerReport
-from moesaic.modeling import install_block
 from moesaic.plan import Plan
 from moesaic.prepare import prepare, source_name
-from moesaic.profile import profile_ffn
 from moesaic.recipe import Recipe
 from moesaic.report import ConversionReport
-from moesaic.soundness import blame_a_layer, check_inputs, check_vocabulary, check_weights
+from moesaic.search import HELDOUT_TOKENS, check_target, search_plan
+from moesaic.soundness import blame_a_layer, check_vocabulary, check_weights
 from moesaic.stream import Stream, check_stream
-
-HELDOUT_TOKENS = 16_384  # tokens on which the card's perplexities are measured
 
 
 def convert(
     model: Any,
-    recipe: str | Path | Recipe = "cmoe",
-    layout: str | Layout = "S3A3E8",
+    recipe: str | Path | Recipe = "moesaic",
+    layout: str | Layout | None = None,
     calibration: Any = "wikitext2",
     *,
+    sparsity: float | None = None,
+    target_ratio: float | None = None,
+    grain: str = "medium",
     tokenizer: Any = None,
     output: str | Path | None = None,
-    samples: int = 8,
+    samples: int | None = None,
     sequence_length: int | None = None,
     seed: int = 0,
     device: str = "auto",
@@ -70,22 +62,28 @@ def convert(
     `calibration` is a SOURCE (see `moesaic.data.read_documents`), a list of strings, a
     `datasets.Dataset`, or token ids: one row, from which `samples` windows of `sequence_length`
     are drawn, or a matrix of windows.
+    Without a `layout`, a share `sparsity` of the FFN neurons (0.25 unless given) is skipped, by
+    the layout of that `grain` (coarse, medium, fine) with the least held-out error of a few
+    layers; `target_ratio` skips as many as keep perplexity within that ratio of dense.
     `output` writes the model folder, layer by layer and resumable, and measures perplexity
     before and after on held-out text.
 
     Returns the converted model and its report. Raises MoesaicError for any bad input and leaves
-    nothing on the disk then. Time: the layers take two to three forward passes over the
-    calibration tokens; loading and the two perplexities come on top. Memory: the dense weights,
-    one FFN more, and the inputs of one layer for all tokens.
+    nothing on the disk then. Time: the layers take two (cmoe) to three and a half (moesaic)
+    forward passes over the calibration tokens; loading, the choice of a layout and the two
+    perplexities come on top. Memory: the dense weights, two FFNs more, the inputs of one layer
+    and its FFN for all tokens, and what a recipe's statistics take (docs/architecture.md).
     """
     started = time.perf_counter()
     target = Path(output).absolute() if output is not None else None
     ready = prepare(
-        model, recipe, layout, calibration, tokenizer=tokenizer, output=target, samples=samples,
-        sequence_length=sequence_length, seed=seed, overwrite=overwrite, resume=resume,
-        trust_remote_code=trust_remote_code,
+        model, recipe, layout, calibration, sparsity=sparsity, grain=grain, tokenizer=tokenizer,
+        output=target, samples=samples, sequence_length=sequence_length, seed=seed,
+        overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    todo, windows_NL, heldout_ids = ready.plan, ready.windows_NL, ready.heldout_ids
+    todo, windows_NL, heldout_ids = ready.plans[0], ready.windows_NL, ready.heldout_ids
+    if target_ratio is not None:
+        check_target(target_ratio, layout, sparsity, heldout_ids)
     in_memory = not isinstance(model, str | Path)
     if in_memory and (dtype, device) != ("auto", "auto"):
         raise MoesaicError("a model in memory keeps its dtype and device; move it before the call")
@@ -102,7 +100,9 @@ def convert(
     check_vocabulary(dense, windows_NL)
     weights = check_weights(ffns, dense)
     check_stream(ffns, windows_NL)
-
+    todo, search = search_plan(
+        dense, ffns, ready, target_ratio, compute, seed, trust_remote_code, progress
+    )
     report = ConversionReport(
         model=todo.model,
         recipe=todo.recipe.to_dict(),
@@ -115,6 +115,7 @@ def convert(
         active_ffn_fraction=todo.sizes.active / todo.sizes.total,
         dense_macs=todo.dense_macs.total,
         macs=todo.macs.total,
+        search=search,
     )
     todo.config.moesaic["calibration"] = {
         "source": report.calibration,
@@ -124,7 +125,8 @@ def convert(
     }
     todo.config.dtype = str(dense.dtype).removeprefix("torch.")
     if target is None:
-        _convert_layers(Stream(ffns, windows_NL, compute), todo, report, None, progress)
+        stream = Stream(ffns, windows_NL, compute)
+        report.layers = convert_layers(stream, todo, seed, report.step_seconds, None, progress)
         _become_ours(dense, todo.config)
     else:
         checkpoint.check_space(target, sum(p.nbytes for p in dense.parameters()))
@@ -140,7 +142,8 @@ def convert(
                 raise
         run = _fingerprint(todo, report, windows_NL, weights, compute)
         with checkpoint.open_draft(target, run, resume) as draft:
-            _convert_layers(Stream(ffns, windows_NL, compute), todo, report, draft, progress)
+            stream = Stream(ffns, windows_NL, compute)
+            report.layers = convert_layers(stream, todo, seed, report.step_seconds, draft, progress)
             _become_ours(dense, todo.config)
             if heldout_ids is not None:
                 report.perplexity, _ = perplexity(dense, heldout_ids, length, HELDOUT_TOKENS)
@@ -153,56 +156,6 @@ def convert(
             checkpoint.finish(draft, target, dense, ready.tokenizer, files)
     report.seconds = time.perf_counter() - started
     return dense, report
-
-
-def _convert_layers(
-    stream: Stream, todo: Plan, report: ConversionReport, draft: Path | None, progress: bool
-) -> None:
-    """The loop. Layers that the draft holds are put in place and passed through."""
-    clock = _Clock(report.step_seconds)
-    layers, console = stream.ffns.layers, Console(stderr=True)
-    for layer in track(
-        range(len(layers)), "converting layers", console=console, disable=not progress
-    ):
-        home = next(layers[layer].parameters()).device
-        layers[layer].to(stream.device)
-        check_inputs(stream, layer)
-        clock("check")
-        report.layers.append(_convert_layer(stream, todo, layer, report.seed, draft, clock))
-        layers[layer].to(home)
-
-
-def _convert_layer(
-    stream: Stream, todo: Plan, layer: int, seed: int, draft: Path | None, clock: _Clock
-) -> LayerReport:
-    """Profile, partition, carve, pass on. What it holds of the dense FFN goes when it returns."""
-    ffns, recipe, config = stream.ffns, todo.recipe, todo.config
-    prefix = ffns.state_prefix(layer)
-    if draft and (done := checkpoint.load_layer(draft, layer, prefix, config)) is not None:
-        install_block(ffns.base, config, layer, done[0].to(stream.device))
-        stream.advance(layer)
-        return done[1]
-    begun = time.perf_counter()
-    ffn = ffns.read(layer)
-    try:
-        inputs = stream.ffn_inputs(layer)
-        profile = profile_ffn(inputs, ffn, recipe.activation_top_k, recipe.normalise)
-    except MoesaicError as error:
-        raise MoesaicError(f"layer {layer} of {todo.model}: {error}") from error
-    clock("profile")
-    parts = partition(profile, ffn, recipe, todo.sizes, np.random.default_rng([seed, layer]))
-    clock("partition")
-    block = carve(ffn, parts, recipe, config)
-    install_block(ffns.base, config, layer, block)
-    clock("carve")
-    meter = LayerMeter(ffn, parts, block, profile.tokens)
-    stream.advance(layer, meter)
-    clock("advance and measure")
-    report = meter.report(layer, time.perf_counter() - begun)
-    if draft is not None:
-        checkpoint.save_layer(draft, layer, prefix, block, report)
-        clock("write")
-    return report
 
 
 def _become_ours(dense: Any, config: Any) -> None:
@@ -243,15 +196,3 @@ def _fits(model: Any, device: torch.device) -> bool:
         return True
     free, _ = torch.cuda.mem_get_info(device)
     return bool(sum(p.nbytes for p in model.parameters()) < 0.7 * free)
-
-
-class _Clock:
-    """Adds the time since the last call to a named step."""
-
-    def __init__(self, steps: dict[str, float]):
-        self.steps, self.last = steps, time.perf_counter()
-
-    def __call__(self, step: str) -> None:
-        now = time.perf_counter()
-        self.steps[step] = self.steps.get(step, 0.0) + now - self.last
-        self.last = now

@@ -12,9 +12,13 @@ from moesaic.convert import convert
 from moesaic.data import to_ids
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.flops import count_macs
+from moesaic.layout import layouts_for
 from moesaic.load import load_model, load_tokenizer
+from moesaic.recipe import load_recipe
 
-LAYOUT = "S3A3E8"
+SPARSITY = 0.25
+RECIPES = ("moesaic", "cmoe", "static-repaired", "static", "random")
+SAMPLES = 64  # of 512 tokens
 HELDOUT_TOKENS = 65_536
 
 
@@ -28,9 +32,10 @@ class DemoRow:
 
 
 def run_demo(output: Path, say: Callable[[str], Any]) -> list[DemoRow]:
-    """Converts the demo model by the paper's method, saves and reloads it, and evaluates it.
+    """Converts the demo model by our recipe, saves and reloads it, and evaluates it.
 
-    Beside it stand the dense model, static pruning at the same budget and a random conversion.
+    Beside it stand the dense model and, at the same budget and on the same calibration tokens,
+    the paper's method, static pruning with and without repair, and a random conversion.
     Calibration and held-out text are disjoint modules of the standard library.
     """
     check_output(output, overwrite=True, resume=False)
@@ -46,12 +51,15 @@ def run_demo(output: Path, say: Callable[[str], Any]) -> list[DemoRow]:
 
     say("dense model: evaluating")
     rows = [row("dense", dense, None)]
-    for recipe in ("cmoe", "static", "random"):
-        say(f"{recipe}: converting to {LAYOUT} and evaluating")
-        target = output if recipe == "cmoe" else None
+    neurons = dense.config.intermediate_size
+    for recipe in RECIPES:
+        layout = layouts_for(SPARSITY, neurons, experts=load_recipe(recipe).experts)[0]
+        say(f"{recipe}: converting to {layout} and evaluating")
+        target = output if recipe == RECIPES[0] else None
         model, report = convert(
-            "demo", recipe, LAYOUT, "demo", output=target, overwrite=True, dtype="float32",
-            command=f"moesaic convert demo --output {output} --dtype float32",
+            "demo", recipe, layout, "demo", samples=SAMPLES, output=target, overwrite=True,
+            dtype="float32",
+            command=f"moesaic convert demo --layout {layout} --output {output} --dtype float32",
         )  # fmt: skip
         if target is not None:
             model = load_model(target)

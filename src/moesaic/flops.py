@@ -59,7 +59,7 @@ def count_macs(model: Any, tokens: int) -> Macs:
     config = model.config
     if config.model_type == "moesaic":
         blocks = [module for module in model.modules() if isinstance(module, MoesaicBlock)]
-        ffn = sum(_active_weights(block) for block in blocks)
+        ffn = sum(_active_weights(block, config.moesaic) for block in blocks)
         router = sum(_matrices(block.router) for block in blocks)
         inside = sum(_matrices(block) for block in blocks)
     else:
@@ -99,12 +99,13 @@ def _matrices(module: nn.Module | None) -> int:
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear | Conv1D))
 
 
-def _active_weights(block: MoesaicBlock) -> int:
-    """Weights of shared and routed experts that one token uses."""
+def _active_weights(block: MoesaicBlock, moe: dict[str, Any]) -> int:
+    """Weights of shared and routed experts that one token uses, on average; padding is not one."""
     weights = _matrices(block.shared_expert)
-    if block.experts is not None and block.router is not None:
+    if block.experts is not None:
         stacked = sum(p.numel() for p in block.experts.parameters() if p.ndim == 3)
-        weights += stacked // block.experts.num_experts * block.router.num_active
+        neuron = stacked // (moe["num_routed"] * moe["padded_size"])
+        weights += neuron * moe["expert_size"] * moe["num_active"]
     return weights
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, unknown
 
 _FORM = re.compile(r"S([0-9]{1,6})A([0-9]{1,6})E([0-9]{1,6})")
 
@@ -87,3 +87,43 @@ class Layout:
 
     def __str__(self) -> str:
         return f"S{self.num_shared}A{self.num_active}E{self.num_total}"
+
+
+# The most experts of a grain: finer is more accurate and slower (docs/method.md).
+GRAINS = {"coarse": 16, "medium": 32, "fine": 128}
+
+
+def layouts_for(
+    sparsity: float, intermediate_size: int, grain: str = "medium", experts: int | None = None
+) -> list[Layout]:
+    """Layouts that leave out `sparsity` of the neurons for a token, the usual one first.
+
+    Experts are as many as the grain allows, or half of that, of one size that divides the FFN
+    with little left over; one is shared, or an eighth. With `experts` as many as a paper's
+    method has, and half of the active ones shared (S3A3E8 at 0.25, S2A2E8 at 0.5).
+    Raises MoesaicError for an unknown grain, and for a sparsity outside (0, 1) or out of reach.
+    """
+    if grain not in GRAINS:
+        raise unknown("grain", grain, GRAINS)
+    if not 0 < sparsity < 1:
+        raise MoesaicError(f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter")
+    found: dict[str, Layout] = {}
+    counts = [experts] if experts else [GRAINS[grain], GRAINS[grain] // 2]
+    for count in counts:
+        total = experts or intermediate_size // -(-intermediate_size // count)
+        size = max(1, intermediate_size // total)  # as `sizes` has it
+        half = round((1 - sparsity) * total) // 2
+        for shared in (half,) if experts else (1, total // 8):
+            always = intermediate_size - (total - shared) * size
+            routed = round(((1 - sparsity) * intermediate_size - always) / size)
+            if always >= 0 and 1 <= routed < total - shared:
+                layout = Layout(shared, routed, total)
+                found.setdefault(str(layout), layout)
+    if not found:
+        most = experts or f"at most {counts[0]}"
+        raise MoesaicError(
+            f"sparsity {sparsity}: no layout with {most} experts of an FFN of "
+            f"{intermediate_size} neurons reaches it; "
+            + ("give a --layout" if experts else "take another --grain or --sparsity")
+        )
+    return list(found.values())

@@ -121,8 +121,9 @@ def check_converted(config: Any, model: str) -> None:
         wrong = [key for key, value in expected.items() if moe[key] != value]
         ffn = moe["ffn"]
         ffn["path"].format(0), [path.format(0) for path in ffn["identities"]]
-        wrong += [key for key in ("gated", "bias", "output_bias") if type(ffn[key]) is not bool]
-        wrong += [] if type(moe["router"]["absolute"]) is bool else ["absolute"]
+        wrong += [key for key in ("gated", "bias") if type(ffn[key]) is not bool]
+        wrong += [] if type(moe["output_bias"]) is bool else ["output_bias"]
+        wrong += _wrong_router(moe["router"], config.hidden_size)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise MoesaicError(f"the config.json of {model} is damaged ({error!r})") from error
     if wrong:
@@ -130,6 +131,19 @@ def check_converted(config: Any, model: str) -> None:
             f"the config.json of {model} contradicts itself: {wrong[0]} does not fit the layout "
             f"{layout}"
         )
+
+
+def _wrong_router(router: dict[str, Any], hidden_size: int) -> list[str]:
+    """Keys of a router's configuration whose values make no sense."""
+    cap, directions = router["cap"], router["features"]
+    right = {
+        "kind": router["kind"] in ("representative", "random", "linear", "quadratic", "none"),
+        "absolute": type(router["absolute"]) is bool,
+        "gating": router["gating"] in ("topk", "threshold"),
+        "features": type(directions) is int and 0 <= directions <= hidden_size,
+        "cap": cap is None or (type(cap) is int and cap >= 1),
+    }
+    return [f"router {key}" for key, fits in right.items() if not fits]
 
 
 def _check_index(folder: Path) -> None:

@@ -1,109 +1,155 @@
 """What one converted layer loses: measured against the dense FFN on calibration tokens.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, K active ones, M neurons.
+Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, K active ones, M neurons,
+N neurons of a reference.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from moesaic.adapters import DenseFFN
-from moesaic.carve import Partition
-from moesaic.modeling import MoesaicBlock
+from moesaic.fit import Fitted
+from moesaic.inputs import Inputs
+from moesaic.layout import Sizes
+from moesaic.routers import expert_energies, expert_grams
 
-# The oracle needs every expert's output, so a sample must do: an eighth of the tokens, bounded.
-FEWEST_TOKENS, MOST_TOKENS = 512, 2048
+MOST_TOKENS = 1024  # the oracle needs every expert's output, so a sample must do
 
 
 @dataclass
 class LayerReport:
     """Quality of one converted layer on `tokens` calibration tokens.
 
-    `relative_error` is the paper's objective (eq. 2) over the output's own energy:
-    mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2. The oracle runs the K experts of largest output
-    norm; `router_recall` is the share of them that the router picks (chance is K / R),
-    `mass_kept` the share of all experts' output energy in the experts that ran (1 without
-    routing: nothing is routed), `oracle_mass` the oracle's. `expert_load` is the share of tokens
-    that each expert runs for.
+    `heldout` says that nothing was fitted to those tokens. `relative_error` is the paper's
+    objective (eq. 2) over the output's own energy: mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2, and
+    `references` are the same for other ways to spend the budget: `static` and `static-repaired`
+    (the best neurons, the latter where the recipe repairs), `unrepaired` (this layer without its
+    repair), `random` (random neurons for each token), `oracle` (the same experts, each token runs
+    its best) and `neuron-oracle` (each token runs its best neurons); none of the last three is
+    repaired. The oracle runs the K experts of largest output norm; `router_recall` is the share
+    of them that the router picks (chance is K / R), `mass_kept` the share of all experts' output
+    energy in the experts that ran, `oracle_mass` the oracle's. `expert_load` is the share of
+    tokens that each expert runs for. `kept_energy` holds the rounds of re-assignment.
     """
 
     layer: int
     seconds: float | None  # None: an earlier run made it
     tokens: int
+    heldout: bool
     relative_error: float
-    router_recall: float | None
-    mass_kept: float | None
-    oracle_mass: float | None
-    expert_load: list[float]
+    references: dict[str, float]
+    router_recall: float | None = None
+    mass_kept: float | None = None
+    oracle_mass: float | None = None
+    expert_load: list[float] = field(default_factory=list)
+    repair: str | None = None
+    notes: list[str] = field(default_factory=list)
+    kept_energy: list[float] = field(default_factory=list)
 
     def to_dict(self, timing: bool = True) -> dict[str, Any]:
         """As plain data; without `timing` two equal runs give equal bytes."""
         values = asdict(self)
         return values if timing else {k: v for k, v in values.items() if k != "seconds"}
 
-
-class LayerMeter:
-    """Sees the converted layer's FFN inputs and outputs and sums up what the report needs."""
-
-    def __init__(self, ffn: DenseFFN, parts: Partition, block: MoesaicBlock, tokens: int):
-        self.ffn, self.parts, self.block = ffn, parts, block
-        wanted = min(max(tokens // 8, FEWEST_TOKENS), MOST_TOKENS)
-        self.stride = max(1, tokens // wanted)
-        self.tokens = 0
-        self.sums: dict[str, Any] = {
-            "error": 0.0, "energy": 0.0, "hits": 0.0, "kept": 0.0, "best": 0.0, "mass": 0.0,
-            "load": 0.0,
-        }  # fmt: skip
-
-    @torch.no_grad()
-    def __call__(self, x_TD: torch.Tensor, y_TD: torch.Tensor) -> None:
-        x_TD, y_TD = x_TD[:: self.stride], y_TD[:: self.stride]
-        self.tokens += len(x_TD)
-        h_TF = self.ffn.hidden(x_TD)
-        dense_TD = self.ffn.output(h_TF).float()
-        self.sums["error"] += (y_TD.float() - dense_TD).square().sum().item()
-        self.sums["energy"] += dense_TD.square().sum().item()
-        if self.block.router is None:
-            return
-        mass_TR = expert_energies(self.ffn, self.parts, h_TF)
-        chosen_TK, _ = self.block.router(x_TD)
-        best_TK = mass_TR.topk(chosen_TK.shape[1], dim=1).indices
-        chosen_TR = torch.zeros_like(mass_TR).scatter_(1, chosen_TK, 1.0)
-        self.sums["hits"] += chosen_TR.gather(1, best_TK).sum().item()
-        self.sums["kept"] += (chosen_TR * mass_TR).sum().item()
-        self.sums["best"] += mass_TR.gather(1, best_TK).sum().item()
-        self.sums["mass"] += mass_TR.sum().item()
-        self.sums["load"] = self.sums["load"] + chosen_TR.sum(0)
-
-    def report(self, layer: int, seconds: float | None) -> LayerReport:
-        sums, router = self.sums, self.block.router
-        routed = router is not None
-        chosen = self.tokens * router.num_active if router is not None else 1
-        return LayerReport(
-            layer=layer,
-            seconds=seconds,
-            tokens=self.tokens,
-            relative_error=_ratio(sums["error"], sums["energy"]),
-            router_recall=_ratio(sums["hits"], chosen) if routed else None,
-            mass_kept=_ratio(sums["kept"], sums["mass"]) if routed else None,
-            oracle_mass=_ratio(sums["best"], sums["mass"]) if routed else None,
-            expert_load=[round(v / self.tokens, 6) for v in sums["load"].tolist()]
-            if routed
-            else [],
-        )
+    @property
+    def better_static(self) -> str | None:
+        """The static reference that loses less than this layer, if one does."""
+        names = [n for n in ("static", "static-repaired") if n in self.references]
+        best = min(names, key=lambda name: self.references[name], default=None)
+        routed = self.router_recall is not None
+        if best is None or not routed or self.references[best] >= self.relative_error:
+            return None
+        return best
 
 
-def expert_energies(ffn: DenseFFN, parts: Partition, h_TF: torch.Tensor) -> torch.Tensor:
-    """Squared output norm of every routed expert for every token (T, R), 2 T F D FLOPs."""
-    columns = []
-    for members_M in torch.from_numpy(parts.experts_RM).to(h_TF.device):
-        output_TD = h_TF[:, members_M] @ ffn.down_DF[:, members_M].T
-        columns.append(output_TD.float().square().sum(1))
-    return torch.stack(columns, dim=1)
+@torch.no_grad()
+def measure_layer(
+    layer: int,
+    inputs: Inputs,
+    ffn: DenseFFN,
+    fitted: Fitted,
+    sizes: Sizes,
+    seed: int,
+    seconds: float | None = None,
+) -> LayerReport:
+    """Measures a converted layer and its references on at most MOST_TOKENS of the last eighth.
+
+    Costs about eight passes of those tokens through the FFN.
+    """
+    x_TD = torch.cat(list(inputs.held()))
+    x_TD = x_TD[:: -(-len(x_TD) // MOST_TOKENS)]
+    h_TF = ffn.hidden(x_TD).float()
+    down_FD = ffn.down_DF.float().T
+    energy = max((h_TF @ down_FD).square().sum(dtype=torch.float64).item(), 1e-30)
+    block_TD = fitted.masked(x_TD).float()
+    if ffn.down_bias_D is not None:
+        block_TD = block_TD - ffn.down_bias_D.float()
+
+    def error(y_TD: torch.Tensor) -> float:
+        return (y_TD - h_TF @ down_FD).square().sum(dtype=torch.float64).item() / energy
+
+    def masked(mask_TF: torch.Tensor) -> float:
+        return error((h_TF * mask_TF) @ down_FD)
+
+    h_TN = h_TF[:, fitted.static_N]
+    static_TD = h_TN @ down_FD[fitted.static_N]
+    references = {"static": error(static_TD)}
+    if fitted.static_repair is not None:
+        added_TD = fitted.static_repair.candidate.output(h_TN)
+        references["static-repaired"] = error(static_TD + added_TD)
+    generator = torch.Generator().manual_seed(seed)
+    noise_TF = torch.rand(h_TF.shape, generator=generator).to(h_TF.device)
+    contribution_TF = h_TF.abs() * torch.linalg.vector_norm(down_FD, dim=1)
+    routing = _routing(x_TD, h_TF, ffn, fitted, sizes)
+    if routing is not None:
+        chosen_TR, best_TR, energy_TR = routing
+        neurons_N = torch.from_numpy(fitted.parts.neurons_N).to(h_TF.device)
+        for name, runs_TR in (("unrepaired", chosen_TR), ("oracle", best_TR)):
+            mask_TF = torch.zeros_like(h_TF)
+            mask_TF[:, neurons_N] = fitted.parts.mask(runs_TR)
+            references[name] = masked(mask_TF)
+    references["random"] = masked(_largest(noise_TF, sizes.active))
+    references["neuron-oracle"] = masked(_largest(contribution_TF, sizes.active))
+    report = LayerReport(
+        layer=layer,
+        seconds=seconds,
+        tokens=len(x_TD),
+        heldout=inputs.hold_out,
+        relative_error=error(block_TD),
+        references=references,
+        repair=None if fitted.repair is None else fitted.repair.candidate.name,
+        notes=list(fitted.notes),
+        kept_energy=fitted.parts.kept_energy,
+    )
+    if routing is not None:
+        mass = max(energy_TR.sum().item(), 1e-30)
+        report.router_recall = float((chosen_TR & best_TR).sum() / best_TR.sum())
+        report.mass_kept = (chosen_TR * energy_TR).sum().item() / mass
+        report.oracle_mass = (best_TR * energy_TR).sum().item() / mass
+        report.expert_load = [round(v, 6) for v in chosen_TR.float().mean(0).tolist()]
+        if idle := sum(load == 0 for load in report.expert_load):
+            experts = len(report.expert_load)
+            report.notes.append(f"{idle} experts of {experts} run for none of the measured tokens")
+    return report
 
 
-def _ratio(part: Any, whole: Any) -> float:
-    return float(part) / max(float(whole), 1e-30)
+def _largest(values_TF: torch.Tensor, count: int) -> torch.Tensor:
+    index = values_TF.topk(count, dim=1).indices
+    return torch.zeros_like(values_TF).scatter_(1, index, 1.0)
+
+
+def _routing(
+    x_TD: torch.Tensor, h_TF: torch.Tensor, ffn: DenseFFN, fitted: Fitted, sizes: Sizes
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Experts that run, experts that the oracle runs (T, R), and all experts' energies."""
+    if not fitted.parts.experts_RM.size:
+        return None
+    experts_RM = torch.from_numpy(fitted.parts.experts_RM).to(h_TF.device)
+    energy_TR = expert_energies(h_TF, experts_RM, expert_grams(ffn, experts_RM))
+    best_TR = _largest(energy_TR, sizes.num_active).bool()
+    assert fitted.masked.choose is not None
+    return fitted.masked.choose(x_TD), best_TR, energy_TR

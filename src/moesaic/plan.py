@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moesaic.adapters import FFNs, find_ffns
 from moesaic.errors import MoesaicError
 from moesaic.flops import Macs, count_macs, meta_model
-from moesaic.layout import Layout, Sizes
+from moesaic.layout import Layout, Sizes, layouts_for
 from moesaic.load import window_length
 from moesaic.modeling import config_class_for
 from moesaic.recipe import Recipe, load_recipe
+from moesaic.routers import FITTED
 
 
 @dataclass(frozen=True)
@@ -38,24 +39,28 @@ class Plan:
         sizes = self.sizes
         if not self.recipe.routed:
             return f"the best {sizes.active} of {sizes.total} neurons, no routing"
+        mean = "on average " if self.recipe.gating == "threshold" else ""
         return (
-            f"{sizes.shared} shared neurons, {sizes.num_active} of {sizes.num_routed} routed "
-            f"experts of {sizes.expert}"
+            f"{sizes.shared} shared neurons, {mean}{sizes.num_active} of {sizes.num_routed} "
+            f"routed experts of {sizes.expert}"
         )
 
 
-def make_plan(
+def make_plans(
     config: Any,
     model: str,
     recipe: str | Path | Recipe,
-    layout: str | Layout,
+    layout: str | Layout | None = None,
+    sparsity: float | None = None,
+    grain: str = "medium",
     sequence_length: int | None = None,
     trust_remote_code: bool = False,
-) -> Plan:
+) -> list[Plan]:
     """Plans a conversion from the dense model's configuration; builds it without weights.
 
-    Raises MoesaicError for a model that is converted already, an unsupported family, an unknown
-    recipe, an impossible layout or sequence length.
+    One plan for a layout; for a sparsity (0.25 where neither is given) one per layout that could
+    serve, the usual one first. Raises MoesaicError for a model that is converted already, an
+    unsupported family, an unknown recipe, an impossible layout, sparsity or sequence length.
     """
     if config.model_type == "moesaic":
         raise MoesaicError(
@@ -74,22 +79,44 @@ def make_plan(
             "itself knows can be converted"
         )
     recipe = load_recipe(recipe)
-    layout = layout if isinstance(layout, Layout) else Layout.parse(layout)
+    if layout is not None and sparsity is not None:
+        raise MoesaicError(f"layout {layout} and sparsity {sparsity}: give one, it fixes the other")
+    if isinstance(layout, str):
+        layout = Layout.parse(layout)
     skeleton = meta_model(config, trust_remote_code)
     ffns = find_ffns(skeleton)
-    sizes = layout.sizes(ffns.read(0).intermediate_size)
+    if layout is None:
+        wanted = 0.25 if sparsity is None else sparsity
+        neurons = ffns.read(0).intermediate_size
+        layouts = layouts_for(wanted, neurons, grain, recipe.experts)
+        # Without routing only the number of active neurons counts, and oracles are references.
+        layouts = layouts if recipe.router in FITTED else layouts[:1]
+    else:
+        layouts = [layout]
     length = window_length([config], sequence_length)
-    ours = _our_config(config, model, ffns, recipe, layout, sizes)
-    return Plan(
-        model=model,
-        recipe=recipe,
-        layout=layout,
-        sizes=sizes,
-        sequence_length=length,
-        config=ours,
-        dense_macs=count_macs(skeleton, 1),
-        macs=count_macs(meta_model(ours), 1),
-    )
+    dense_macs = count_macs(skeleton, 1)
+    plans = []
+    for one in layouts:
+        sizes = _sizes(one.sizes(ffns.read(0).intermediate_size), recipe)
+        ours = _our_config(config, model, ffns, recipe, one, sizes)
+        if recipe.router == "oracle":  # as if to know were free: no model can hold it
+            macs = replace(dense_macs, ffn=dense_macs.ffn * sizes.active / sizes.total)
+        else:
+            macs = count_macs(meta_model(ours), 1)
+        plans.append(Plan(model, recipe, one, sizes, length, ours, dense_macs, macs))
+    return plans
+
+
+def make_plan(*args: Any, **kwargs: Any) -> Plan:
+    """The first of `make_plans`."""
+    return make_plans(*args, **kwargs)[0]
+
+
+def _sizes(sizes: Sizes, recipe: Recipe) -> Sizes:
+    """Sizes for a recipe that regroups: the neuron oracle has the same budget in single neurons."""
+    if recipe.grouping != "neurons":
+        return sizes
+    return Sizes(0, 1, sizes.total, sizes.active)
 
 
 def _our_config(
@@ -116,10 +143,16 @@ def _our_config(
             "identities": [f"{ffns.layers_path}.{{}}.{name}" for name in ffns.identities],
             "gated": ffn.gated,
             "bias": ffn.up_bias_F is not None,
-            "output_bias": ffn.down_bias_D is not None,
             "activation": ffn.activation,
         },
-        "router": {"kind": recipe.router, "absolute": recipe.absolute},
+        "output_bias": ffn.down_bias_D is not None or recipe.intercept,
+        "router": {
+            "kind": recipe.router,
+            "absolute": recipe.absolute,
+            "gating": recipe.gating,
+            "features": min(recipe.features, ffn.up_FD.shape[1]) * (recipe.router == "quadratic"),
+            "cap": recipe.cap,
+        },
         "recipe": recipe.to_dict(),
         "base_model": Path(model).name if Path(model).exists() else model,  # no private paths
         "versions": {

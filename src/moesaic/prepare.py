@@ -13,7 +13,7 @@ from moesaic.data import has_heldout_split, sample_windows, to_ids
 from moesaic.errors import MoesaicError
 from moesaic.layout import Layout
 from moesaic.load import context_of, load_config, load_tokenizer, resolve
-from moesaic.plan import Plan, make_plan
+from moesaic.plan import Plan, make_plans
 from moesaic.recipe import Recipe
 
 MOST_CALIBRATION_TOKENS = 2**24
@@ -23,22 +23,25 @@ MOST_CALIBRATION_TOKENS = 2**24
 class Prepared:
     """A conversion whose every input has been checked and read, but for the weights."""
 
-    plan: Plan
+    plans: list[Plan]  # of the layouts that could serve, the usual one first
     tokenizer: Any
     windows_NL: torch.Tensor
     heldout_ids: torch.Tensor | None
     heldout: str | None
+    config: Any  # of the dense model
 
 
 def prepare(
     model: Any,
     recipe: str | Path | Recipe,
-    layout: str | Layout,
+    layout: str | Layout | None,
     calibration: Any,
     *,
+    sparsity: float | None = None,
+    grain: str = "medium",
     tokenizer: Any = None,
     output: Path | None = None,
-    samples: int = 8,
+    samples: int | None = None,
     sequence_length: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
@@ -59,7 +62,17 @@ def prepare(
         resolve(model)
     name = (model.config.name_or_path or type(model).__name__) if in_memory else str(model)
     config = model.config if in_memory else load_config(model, trust_remote_code)
-    todo = make_plan(config, name, recipe, layout, sequence_length, trust_remote_code)
+    plans = make_plans(
+        config, name, recipe, layout, sparsity, grain, sequence_length, trust_remote_code
+    )
+    todo = plans[0]
+    if samples is None:
+        samples = usual_samples(todo)
+    if todo.recipe.router == "oracle":
+        raise MoesaicError(
+            f"recipe {todo.recipe.name!r} is a reference that computes every neuron to choose; no "
+            "model can hold it. See it in moesaic compare"
+        )
     if not isinstance(samples, int) or not isinstance(seed, int):
         raise MoesaicError(f"samples {samples!r} and seed {seed!r} must be whole numbers")
     if samples < 1:
@@ -78,17 +91,24 @@ def prepare(
         load = load_tokenizer if needed else _tokenizer_or_none
         tokenizer = load(config.name_or_path if in_memory else model, trust_remote_code)
     ids = to_ids(calibration, tokenizer)
-    ids, heldout_ids, heldout = _hold_out(ids, calibration, tokenizer, todo.sequence_length)
+    ids, heldout_ids, heldout = hold_out(ids, calibration, tokenizer, todo.sequence_length)
     windows_NL = sample_windows(ids, samples, todo.sequence_length, seed)
     if windows_NL.shape[1] > context_of(config):
         raise MoesaicError(
             f"windows of {windows_NL.shape[1]} tokens exceed {context_of(config)}, the context of "
             f"{name}"
         )
-    return Prepared(todo, tokenizer, windows_NL, heldout_ids, heldout)
+    return Prepared(plans, tokenizer, windows_NL, heldout_ids, heldout, config)
 
 
-def _hold_out(
+def usual_samples(plan: Plan) -> int:
+    """The paper's 8 windows; where weights are fitted, 12 tokens a neuron and at least 32,768."""
+    if not plan.recipe.fits:
+        return 8
+    return max(8, -(-max(32_768, 12 * plan.sizes.total) // plan.sequence_length))
+
+
+def hold_out(
     ids: torch.Tensor, calibration: Any, tokenizer: Any, length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, str | None]:
     """Text for the card's perplexities: the source's own split, or the last tenth of the tokens."""

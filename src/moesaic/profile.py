@@ -1,6 +1,6 @@
 """One streaming pass over calibration tokens: the statistics of one FFN.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, K activation_top_k.
+Shape suffixes: T tokens, D hidden_size, F neurons, K activation_top_k, S tokens of the sample.
 """
 
 from __future__ import annotations
@@ -16,56 +16,93 @@ from scipy.sparse import csr_array
 from moesaic.adapters import DenseFFN
 from moesaic.errors import MoesaicError
 
+SAMPLE_TOKENS = 8192  # tokens whose hidden states are kept for grouping
+
 
 @dataclass(frozen=True)
 class Profile:
     """Statistics of an FFN's hidden state over q calibration tokens.
 
     `active` is the paper's A (Section 4.1): a q x F matrix with K ones per row, kept sparse.
+    `sample_x_SD` and `sample_h_SF` are inputs and hidden states of at most SAMPLE_TOKENS tokens,
+    evenly spaced. What a recipe does not use is None.
     """
 
-    active: csr_array
+    tokens: int
     energy_F: NDArray[np.float64]  # sum over tokens of h squared
-
-    @property
-    def tokens(self) -> int:
-        return int(self.active.shape[0])
+    sum_F: NDArray[np.float64]  # sum over tokens of h
+    active: csr_array | None = None
+    gram_FF: torch.Tensor | None = None  # sum over tokens of h h^T
+    sample_x_SD: torch.Tensor | None = None
+    sample_h_SF: torch.Tensor | None = None
 
     @property
     def count_F(self) -> NDArray[np.int64]:
         """Tokens for which each neuron is among the K largest; count / tokens is the paper's mu."""
+        assert self.active is not None
         return np.bincount(self.active.indices, minlength=self.active.shape[1])
 
 
 @torch.no_grad()
 def profile_ffn(
-    blocks: Iterable[torch.Tensor], ffn: DenseFFN, activation_top_k: int, normalise: bool
+    blocks: Iterable[torch.Tensor],
+    ffn: DenseFFN,
+    activation_top_k: int | None = None,
+    normalise: bool = False,
+    sample_of: int | None = None,
+    gram: bool = False,
 ) -> Profile:
     """Profiles one FFN on blocks of its inputs x (T, D) in one pass.
 
-    Marks the K neurons of largest abs(h) per token (paper, eq. 14). `normalise` computes h from
-    unit-length inputs and weight rows, as the authors' code does. Holds one block of hidden
-    states at a time and 4 K bytes a token. Raises MoesaicError where h is not finite.
+    With `activation_top_k` marks the K neurons of largest abs(h) per token (paper, eq. 14);
+    `normalise` computes h from unit-length inputs and weight rows, as the authors' code does.
+    `sample_of` is the number of tokens to come where a sample is wanted. Holds one block of
+    hidden states at a time, 4 K bytes a token, the sample, and with `gram` 4 F^2 bytes.
+    Raises MoesaicError where h is not finite.
     """
     ffn = ffn.with_unit_rows() if normalise else ffn
-    top_k = min(activation_top_k, ffn.intermediate_size)
-    marks, energy_F = [], torch.zeros(ffn.intermediate_size, dtype=torch.float64)
+    neurons, device = ffn.intermediate_size, ffn.up_FD.device
+    top_k = min(activation_top_k or 0, neurons)
+    stride = -(-(sample_of or 1) // SAMPLE_TOKENS)
+    energy_F = torch.zeros(neurons, dtype=torch.float64)
+    sum_F, tokens = torch.zeros_like(energy_F), 0
+    gram_FF = torch.zeros(neurons, neurons, device=device) if gram else None
+    marks, sample_x, sample_h = [], [], []
     for x_TD in blocks:
         if normalise:
             x_TD = torch.nn.functional.normalize(x_TD, dim=-1)
         h_TF = ffn.hidden(x_TD).float()
         energy_F += torch.linalg.vector_norm(h_TF, dim=0).square().cpu().double()
-        marks.append(h_TF.abs_().topk(top_k, dim=-1, sorted=False).indices.int().cpu())
+        sum_F += h_TF.sum(0).cpu().double()
+        if gram_FF is not None:
+            gram_FF.addmm_(h_TF.T, h_TF)
+        if sample_of:
+            first = -tokens % stride
+            sample_x.append(x_TD[first::stride].float())
+            sample_h.append(h_TF[first::stride].clone())
+        tokens += len(x_TD)
+        if top_k:
+            marks.append(h_TF.abs_().topk(top_k, dim=-1, sorted=False).indices.int().cpu())
     if not torch.isfinite(energy_F).all():
         raise MoesaicError("the FFN's activations are not finite")
-    active_TK = torch.cat(marks).numpy()
-    tokens = active_TK.shape[0]
-    active = csr_array(
+    return Profile(
+        tokens,
+        energy_F.numpy(),
+        sum_F.numpy(),
+        _binary(torch.cat(marks).numpy(), neurons) if marks else None,
+        gram_FF,
+        torch.cat(sample_x) if sample_x else None,
+        torch.cat(sample_h) if sample_h else None,
+    )
+
+
+def _binary(active_TK: NDArray[np.int32], neurons: int) -> csr_array:
+    tokens, top_k = active_TK.shape
+    return csr_array(
         (
             np.ones(active_TK.size, dtype=np.int32),
             active_TK.reshape(-1),
             np.arange(0, active_TK.size + 1, top_k, dtype=np.int64),
         ),
-        shape=(tokens, ffn.intermediate_size),
+        shape=(tokens, neurons),
     )
-    return Profile(active, energy_F.numpy())

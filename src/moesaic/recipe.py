@@ -12,21 +12,30 @@ import yaml
 from moesaic.errors import MoesaicError, unknown
 from moesaic.grouping import GROUPING
 from moesaic.importance import IMPORTANCE
-from moesaic.routers import ROUTERS
+from moesaic.repair import REPAIRS
+from moesaic.routers import FITTED, ROUTERS
 
 _INGREDIENTS: dict[str, Iterable[str]] = {
     "importance": IMPORTANCE,
     "grouping": GROUPING,
     "router": ROUTERS,
+    "gating": ("topk", "threshold"),
+    "repair": REPAIRS,
 }
+_LEAST = {"activation_top_k": 1, "kmeans_rounds": 1, "reassign_rounds": 0, "features": 1}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """One choice per step of a conversion.
 
-    `normalise` profiles and routes with unit-length inputs and weight rows; `absolute` ranks
-    experts by the absolute value of their scores.
+    `gating`: the K experts of largest score, or every expert above its own threshold, at most
+    `cap`. `reassign_rounds` lets neurons move to the experts that a linear router picks when they
+    are needed. `repair` refits the output vectors, with an output bias where `intercept`.
+    `features` are the directions of a quadratic router. `experts` is the number of experts that
+    a published method has, where it is part of it. `normalise` profiles and routes with
+    unit-length inputs and weight rows; `absolute` ranks experts by the absolute value of their
+    scores.
     """
 
     name: str
@@ -34,6 +43,13 @@ class Recipe:
     importance: str
     grouping: str
     router: str
+    gating: str = "topk"
+    repair: str = "none"
+    intercept: bool = False
+    reassign_rounds: int = 0
+    features: int = 24
+    cap: int | None = None
+    experts: int | None = None
     activation_top_k: int = 10
     kmeans_rounds: int = 20
     normalise: bool = False
@@ -43,52 +59,143 @@ class Recipe:
         for step, known in _INGREDIENTS.items():
             if not isinstance(getattr(self, step), str) or getattr(self, step) not in known:
                 raise unknown(step, str(getattr(self, step)), known)
-        if (self.grouping == "none") != (self.router == "none"):
-            raise MoesaicError(
-                f"recipe {self.name!r}: grouping {self.grouping!r} with router {self.router!r}; "
-                "without groups there is nothing to route, so both are none or neither"
-            )
-        if self.normalise and self.importance == "contribution":
-            raise MoesaicError(
-                f"recipe {self.name!r}: contributions of a normalised FFN mean nothing; use "
-                "importance rate, or normalise: false"
-            )
-        for name in ("activation_top_k", "kmeans_rounds"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise MoesaicError(f"recipe {self.name!r}: {name} is {value!r}; it must be >= 1")
-        for name in ("normalise", "absolute"):
+            if type(value) is not int or value < least:
+                raise MoesaicError(
+                    f"recipe {self.name!r}: {name} is {value!r}; it must be >= {least}"
+                )
+        for name in ("normalise", "absolute", "intercept"):
             if type(getattr(self, name)) is not bool:
                 raise MoesaicError(
                     f"recipe {self.name!r}: {name} is {getattr(self, name)!r}; it is true or false"
                 )
+        for name in ("cap", "experts"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise MoesaicError(f"recipe {self.name!r}: {name} is {value!r}; it must be >= 1")
+        for wrong, why in (
+            (
+                (self.grouping == "none") != (self.router == "none"),
+                f"grouping {self.grouping!r} with router {self.router!r}; without groups there is "
+                "nothing to route, so both are none or neither",
+            ),
+            (
+                self.normalise and self.importance != "rate",
+                f"importance {self.importance!r} of a normalised FFN means nothing; use "
+                "importance rate, or normalise: false",
+            ),
+            (
+                self.intercept and self.repair == "none",
+                "an intercept comes from a repair; choose one, or intercept: false",
+            ),
+            (
+                self.cap is not None and self.gating != "threshold",
+                "a cap limits threshold gating; top-k has none",
+            ),
+            (
+                self.gating == "threshold" and self.router in ("none", "oracle"),
+                f"threshold gating needs a router, not {self.router!r}",
+            ),
+        ):
+            if wrong:
+                raise MoesaicError(f"recipe {self.name!r}: {why}")
 
     @property
     def routed(self) -> bool:
         return self.grouping != "none"
 
+    @property
+    def fits(self) -> bool:
+        """Whether weights are fitted to tokens, so that others must be held out to judge them."""
+        return self.router in FITTED or self.repair != "none"
+
+    @property
+    def samples_hidden(self) -> bool:
+        """Whether grouping needs a sample of hidden states."""
+        return self.grouping == "contribution-kmeans" or self.reassign_rounds > 0
+
+    @property
+    def marks_active(self) -> bool:
+        """Whether the paper's binary matrix A is needed."""
+        return (
+            self.importance == "rate"
+            or self.grouping == "balanced-kmeans"
+            or self.router == "representative"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+
+_MOESAIC: dict[str, Any] = {
+    "importance": "contribution",
+    "grouping": "contribution-kmeans",
+    "kmeans_rounds": 4,
+    "reassign_rounds": 6,
+    "repair": "least-squares",
+}
+_PAPER = ("rate", "balanced-kmeans", "representative")
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe(
-            "cmoe", "the paper's method to the letter", "rate", "balanced-kmeans", "representative"
+            "moesaic",
+            "linear router fitted to expert energies, least-squares repair; fits stock MoE "
+            "architectures",
+            router="linear",
+            **_MOESAIC,
         ),
+        Recipe(
+            "moesaic-dynamic",
+            "as moesaic, but a token runs as many experts as pass their thresholds",
+            router="linear",
+            gating="threshold",
+            intercept=True,
+            **_MOESAIC,
+        ),
+        Recipe(
+            "moesaic-quadratic",
+            "as moesaic-dynamic, with products of 24 directions in the router",
+            router="quadratic",
+            gating="threshold",
+            intercept=True,
+            **_MOESAIC,
+        ),
+        Recipe("cmoe", "the paper's method to the letter", *_PAPER, experts=8),
         Recipe(
             "cmoe-code",
             "what the paper's released code does",
-            "rate",
-            "balanced-kmeans",
-            "representative",
+            *_PAPER,
+            experts=8,
             kmeans_rounds=1,
             normalise=True,
             absolute=True,
         ),
         Recipe("static", "keep the best neurons, no routing", "contribution", "none", "none"),
-        Recipe("random", "random experts and router", "random", "random", "random"),
+        Recipe(
+            "static-repaired",
+            "keep the best neurons, least-squares repair",
+            "contribution",
+            "none",
+            "none",
+            repair="least-squares",
+        ),
+        Recipe("random", "random experts and router", "random", "random", "random", experts=8),
+        Recipe(
+            "oracle",
+            "reference: moesaic's experts, each token runs its best; saves nothing",
+            router="oracle",
+            **_MOESAIC,
+        ),
+        Recipe(
+            "neuron-oracle",
+            "reference: each token runs its best neurons; saves nothing",
+            "contribution",
+            "neurons",
+            "oracle",
+        ),
     )
 }
 

@@ -25,6 +25,7 @@ class ConversionReport:
     macs: float
     dense_perplexity: float | None = None
     perplexity: float | None = None
+    search: dict[str, float] = field(default_factory=dict)  # layer error or ratio per layout
     heldout: str | None = None
     heldout_tokens: int = 0
     seconds: float = 0.0

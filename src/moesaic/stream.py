@@ -10,7 +10,6 @@ Shape suffixes: N samples, L tokens of a sample, D hidden_size, T tokens of a bl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +53,19 @@ class Stream:
         for _, hidden in self._blocks():
             yield self._until_ffn(layer, hidden)
 
-    def advance(self, layer: int, watch: Any = None) -> None:
-        """Passes all tokens through a layer; `watch(x, y)` sees its FFN's inputs and outputs."""
+    @property
+    def tokens(self) -> int:
+        return self.hidden_NLD.shape[0] * self.hidden_NLD.shape[1]
+
+    @property
+    def storage(self) -> torch.device:
+        """Where what is kept for all tokens lies."""
+        return self.hidden_NLD.device
+
+    def advance(self, layer: int) -> None:
+        """Passes all tokens through a layer."""
         for start, hidden in self._blocks():
-            with _hooked(self.ffns.replaced(layer), watch):
-                output = self._call(layer, hidden)
+            output = self._call(layer, hidden)
             self.hidden_NLD[start : start + len(output)] = output.to(self.hidden_NLD.device)
 
     def _blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -91,22 +98,6 @@ class _ReachedFFN(Exception):
     def __init__(self, x: torch.Tensor):
         super().__init__()
         self.x = x
-
-
-@contextmanager
-def _hooked(module: nn.Module, watch: Any) -> Iterator[None]:
-    if watch is None:
-        yield
-        return
-    handle = module.register_forward_hook(
-        lambda _, inputs, output: watch(
-            inputs[0].reshape(-1, inputs[0].shape[-1]), output.reshape(-1, output.shape[-1])
-        )
-    )
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from moesaic.flops import Macs
+from moesaic.ranking import cells_of, headers, remarks
 from moesaic.report import ConversionReport
 
 out = Console(soft_wrap=True)
@@ -37,19 +41,42 @@ def macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
 
 def report_tables(report: ConversionReport) -> None:
     """A conversion's layers, perplexities and totals."""
+    names = {
+        "static": "static", "static-repaired": "static\n+repair", "random": "random",
+        "oracle": "oracle", "neuron-oracle": "neuron\noracle",
+    }  # fmt: skip
+    shown = [n for n in names if any(n in layer.references for layer in report.layers)]
     table = Table(
-        "layer", "relative error", "router recall", "mass kept", "oracle's mass", "load max/mean",
-        "seconds", title=f"{report.model}, {report.recipe['name']} {report.layout}: {report.shape}",
+        "layer", "error", *(names[name] for name in shown), "recall", "load", "ridge",
+        title=f"{report.model}, {report.recipe['name']} {report.layout}: {report.shape}",
+        caption="error of the layer's output on held-out tokens over its energy, and what the "
+        "same budget loses otherwise; load: most used expert over the mean; ridge: of the repair",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for layer in report.layers:
         load = layer.expert_load
         spread = f"{max(load) * len(load) / sum(load):.2f}" if load else ""
-        cells = [layer.relative_error, layer.router_recall, layer.mass_kept, layer.oracle_mass]
+        cells = [layer.relative_error, *(layer.references.get(name) for name in shown)]
         table.add_row(
-            str(layer.layer), *("" if cell is None else f"{cell:.4f}" for cell in cells), spread,
-            "" if layer.seconds is None else f"{layer.seconds:.2f}",
+            str(layer.layer), *("" if cell is None else f"{cell:.3f}" for cell in cells),
+            "" if layer.router_recall is None else f"{layer.router_recall:.2f}", spread,
+            _short(layer.repair),
         )  # fmt: skip
     out.print(table)
+    for note in sorted({note for layer in report.layers for note in layer.notes}):
+        where = [str(layer.layer) for layer in report.layers if note in layer.notes]
+        out.print(f"layers {', '.join(where)}: {note}")
+    if behind := [layer for layer in report.layers if layer.better_static]:
+        which = ", ".join(f"{layer.layer} ({layer.better_static})" for layer in behind)
+        out.print(f"routing does not beat static pruning at the same budget in layers {which}")
+    if report.macs >= report.dense_macs:
+        out.print(
+            "this layout computes more than the dense model: its router costs more than the "
+            "skipped neurons; take a coarser grain or a lower budget"
+        )
+    if report.search:
+        tried = ", ".join(f"{name} {value:.4f}" for name, value in report.search.items())
+        out.print(f"layouts tried: {tried}")
     if report.dense_perplexity and report.perplexity:
         ratio = report.perplexity / report.dense_perplexity
         out.print(
@@ -60,3 +87,25 @@ def report_tables(report: ConversionReport) -> None:
         f"active FFN neurons {report.active_ffn_fraction:.1%}, multiply-accumulates per token "
         f"{report.macs / report.dense_macs - 1:+.1%}, {report.seconds:.1f} s in all"
     )
+
+
+def _short(repair: str | None) -> str:
+    """What fits a narrow column: the ridge, or mean, or none."""
+    words = (repair or "").split()
+    return "" if not words else words[0] if words[0] == "mean" else words[-1]
+
+
+def comparison_table(result: dict[str, Any]) -> None:
+    """A comparison's rows, best first, a table per budget."""
+    texts = list(result["dense"])
+    for sparsity in dict.fromkeys(row["sparsity"] for row in result["rows"]):
+        title = "one layout" if sparsity is None else f"{sparsity:.0%} of the FFN neurons skipped"
+        table = Table(*headers(texts), title=title)
+        for row in result["rows"]:
+            if row["sparsity"] == sparsity:
+                table.add_row(*folded(*cells_of(row)))
+        out.print(table)
+    bases = ", ".join(f"{text} {value:.3f}" for text, value in result["dense"].items())
+    out.print(f"dense perplexity: {bases}")
+    for line in remarks(result["rows"]):
+        out.print(line)

@@ -7,6 +7,8 @@ something else is refused instead of converted wrongly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +67,21 @@ class FFNs:
     def replaced(self, layer: int) -> nn.Module:
         """The module that receives the FFN's input."""
         return self.layers[layer].get_submodule(self.ffn_path)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Puts every module that a conversion replaces back where it was."""
+        kept = [
+            (layer.get_submodule(parent) if parent else layer, name, layer.get_submodule(path))
+            for layer in self.layers
+            for path in (self.ffn_path, *self.identities)
+            for parent, _, name in [path.rpartition(".")]
+        ]
+        try:
+            yield
+        finally:
+            for parent, name, module in kept:
+                setattr(parent, name, module)
 
     def state_prefix(self, layer: int) -> str:
         """Where the state dict keeps what replaces this layer's FFN."""

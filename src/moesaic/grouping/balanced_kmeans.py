@@ -8,12 +8,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moesaic.adapters import DenseFFN
 from moesaic.assignment import balanced_assignment
 from moesaic.profile import Profile
 
 
 def balanced_kmeans(
     profile: Profile,
+    ffn: DenseFFN,
     candidates_N: NDArray[np.int64],
     num_routed: int,
     rounds: int,
@@ -30,6 +32,7 @@ def balanced_kmeans(
 
     Cost per round: O(q K R) for the sparse products, then one N x R transportation problem.
     """
+    assert profile.active is not None
     columns = profile.active.astype(np.int64)[:, candidates_N].tocsr()
     rows = columns.T.tocsr()
     seeds_R = np.argsort(-profile.count_F[candidates_N], kind="stable")[:num_routed]

@@ -3,11 +3,13 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from moesaic.adapters import DenseFFN
 from moesaic.profile import Profile
 
 
 def shuffled(
     profile: Profile,
+    ffn: DenseFFN,
     candidates_N: NDArray[np.int64],
     num_routed: int,
     rounds: int,
@@ -15,3 +17,15 @@ def shuffled(
 ) -> NDArray[np.int64]:
     """Neurons of each expert (R, M), drawn at random."""
     return np.sort(generator.permutation(candidates_N).reshape(num_routed, -1), axis=1)
+
+
+def single_neurons(
+    profile: Profile,
+    ffn: DenseFFN,
+    candidates_N: NDArray[np.int64],
+    num_routed: int,
+    rounds: int,
+    generator: np.random.Generator,
+) -> NDArray[np.int64]:
+    """Every neuron an expert of its own (N, 1): the finest grouping there is."""
+    return candidates_N[:, None]

@@ -23,7 +23,9 @@ class MoesaicConfig(PreTrainedConfig):
       `expert_size`, `padded_size` (of an expert as stored) and `dropped` (by static pruning)
     - `ffn`: `path` of the FFN from the base model with `{}` for the layer, `identities` (modules
       that the block makes superfluous), `gated`, `bias`, `output_bias`, `activation`
-    - `router`: `kind`, `absolute`
+    - `output_bias`: whether the block adds one (the dense FFN's, or a repair's intercept)
+    - `router`: `kind`, `absolute`, `gating` (`topk` or `threshold`), `features` (directions whose
+      products a quadratic router reads), `cap` (most experts of a token, or None)
     - `layers`: the converted layers
     - `recipe`, `calibration`, `base_model`, `versions`: how the model was made
     """

@@ -2,8 +2,8 @@
 
 Leaf: this file is copied beside the weights, so it imports torch and transformers only.
 
-Shape suffixes: T tokens, D hidden_size, R routed experts, K routed experts run per token,
-M neurons of a routed expert as stored, S neurons of the shared expert.
+Shape suffixes: T tokens, D hidden_size, P pairs of a token and an expert that runs for it,
+S neurons of the shared expert.
 """
 
 from __future__ import annotations
@@ -18,48 +18,7 @@ from transformers.integrations import use_experts_implementation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .configuration_moesaic import MoesaicConfig
-
-
-class MoesaicRouter(nn.Module):
-    """Scores the routed experts and picks K of them for each token.
-
-    The `representative` router (paper, Section 4.2) holds copies of one neuron per expert and
-    scores an expert by that neuron's hidden activation: act(gate(x)) * up(x), or act(up(x)) in a
-    family whose FFN has no gate. The gate of a chosen expert is 1 + softmax(scores) *
-    expert_scale (Section 4.3), which is exactly 1 until expert_scale is trained; selection_bias
-    moves who is chosen and never the gate.
-    """
-
-    def __init__(self, config: MoesaicConfig):
-        super().__init__()
-        moe = config.moesaic
-        ffn, num_routed = moe["ffn"], moe["num_routed"]
-        self.num_active, self.absolute = moe["num_active"], moe["router"]["absolute"]
-        self.gate_proj = (
-            nn.Linear(config.hidden_size, num_routed, bias=ffn["bias"]) if ffn["gated"] else None
-        )
-        self.up_proj = nn.Linear(config.hidden_size, num_routed, bias=ffn["bias"])
-        self.act_fn = ACT2FN[ffn["activation"]]
-        # Both in float32 in a model of any dtype: training moves them by less than bf16 resolves.
-        self.expert_scale = nn.Parameter(torch.zeros(num_routed, dtype=torch.float32))
-        self.register_buffer("selection_bias", torch.zeros(num_routed, dtype=torch.float32))
-
-    def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Scores (T, R) in float32."""
-        up_TR = self.up_proj(x_TD)
-        if self.gate_proj is None:
-            scores_TR = self.act_fn(up_TR)
-        else:
-            scores_TR = self.act_fn(self.gate_proj(x_TD)) * up_TR
-        return (scores_TR.abs() if self.absolute else scores_TR).float()
-
-    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chosen experts (T, K) and their gates (T, K), in float32."""
-        scores_TR = self.scores(x_TD)
-        index_TK = (scores_TR + self.selection_bias).topk(self.num_active, dim=-1).indices
-        probabilities_TK = scores_TR.softmax(dim=-1).gather(1, index_TK)
-        gate_TK = 1 + probabilities_TK * self.expert_scale[index_TK]
-        return index_TK, gate_TK
+from .routing_moesaic import MoesaicRouter
 
 
 def _random(*shape: int) -> nn.Parameter:
@@ -157,15 +116,20 @@ class MoesaicBlock(nn.Module):
         if self.experts is not None:  # the decorator sets these per class; ours is per family
             self.experts.has_gate, self.experts.has_bias = ffn["gated"], ffn["bias"]
         self.output_bias = (
-            nn.Parameter(torch.zeros(config.hidden_size)) if ffn["output_bias"] else None
+            nn.Parameter(torch.zeros(config.hidden_size)) if moe["output_bias"] else None
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         y_TD = self.shared_expert(x_TD) if self.shared_expert is not None else None
         if self.experts is not None and self.router is not None:
-            index_TK, gate_TK = self.router(x_TD)
-            routed_TD = self.experts(x_TD, index_TK, gate_TK)
+            if self.router.gating == "topk":
+                routed_TD = self.experts(x_TD, *self.router(x_TD))
+            else:
+                # Every pair as a token of its own with one expert: as much work as pairs.
+                token_P, expert_P, gate_P = self.router.pairs(x_TD)
+                routed_PD = self.experts(x_TD[token_P], expert_P[:, None], gate_P[:, None])
+                routed_TD = torch.zeros_like(x_TD).index_add_(0, token_P, routed_PD)
             y_TD = routed_TD if y_TD is None else y_TD + routed_TD
         if self.output_bias is not None:
             y_TD = y_TD + self.output_bias
@@ -173,7 +137,7 @@ class MoesaicBlock(nn.Module):
 
 
 def install_block(
-    base_model: nn.Module, config: MoesaicConfig, layer: int, block: MoesaicBlock
+    base_model: nn.Module, config: MoesaicConfig, layer: int, block: nn.Module
 ) -> None:
     """Puts a block in place of one layer's FFN."""
     ffn = config.moesaic["ffn"]

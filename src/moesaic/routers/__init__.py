@@ -1,12 +1,29 @@
 """Routers: who runs for a token.
 
-Each ingredient maps (profile, experts_RM, generator) to one representative neuron per expert
-(R,), whose weights the router copies.
+`representative` and `random` choose one neuron per expert, whose weights the router copies:
+(profile, experts_RM, generator) -> (R,). `linear` and `quadratic` are fitted to the experts'
+energies. `oracle` knows them.
 """
 
+from moesaic.routers.linear import linear
+from moesaic.routers.oracle import expert_energies, expert_grams, oracle
+from moesaic.routers.quadratic import directions
 from moesaic.routers.representative import representative
 from moesaic.routers.shuffled import shuffled
 
-ROUTERS = {"representative": representative, "random": shuffled, "none": None}
+REPRESENTATIVE = {"representative": representative, "random": shuffled}
+FITTED = ("linear", "quadratic")
+ROUTERS = (*REPRESENTATIVE, *FITTED, "oracle", "none")
 
-__all__ = ["ROUTERS", "representative", "shuffled"]
+__all__ = [
+    "FITTED",
+    "REPRESENTATIVE",
+    "ROUTERS",
+    "directions",
+    "expert_energies",
+    "expert_grams",
+    "linear",
+    "oracle",
+    "representative",
+    "shuffled",
+]

@@ -19,6 +19,7 @@ def representative(
     With S the sum of the M columns, M |c_i - S / M|^2 = M |c_i|^2 - 2 c_i.S + const: whole
     numbers, ties to the lowest index. O(q K) for all experts together.
     """
+    assert profile.active is not None
     size = experts_RM.shape[1]
     chosen = []
     for members_M in experts_RM:

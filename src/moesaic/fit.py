@@ -1,0 +1,170 @@
+"""One layer's conversion: profile, partition, router, repair, carve.
+
+Shape suffixes: T tokens, D hidden_size, R routed experts, M neurons of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moesaic.adapters import DenseFFN
+from moesaic.carve import carve, neuron_rows
+from moesaic.gating import thresholds
+from moesaic.inputs import Inputs
+from moesaic.layout import Sizes
+from moesaic.masked import Choose, MaskedBlock, masked_view, subset
+from moesaic.modeling import MoesaicBlock, MoesaicRouter
+from moesaic.partition import Partition, partition
+from moesaic.profile import Profile, profile_ffn
+from moesaic.recipe import Recipe
+from moesaic.repair import Kept, Repair, choose_repairs
+from moesaic.routers import (
+    FITTED,
+    REPRESENTATIVE,
+    directions,
+    expert_energies,
+    expert_grams,
+    linear,
+    oracle,
+)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A converted layer, what it was made of, and the repair of a static FFN of the same budget.
+
+    `block` is None for the oracle, which only exists as a masked dense FFN.
+    """
+
+    block: MoesaicBlock | None
+    masked: MaskedBlock
+    parts: Partition
+    static_N: torch.Tensor  # neurons that static pruning keeps at this budget
+    notes: list[str]  # what did not go as asked for
+    repair: Repair | None = None
+    static_repair: Repair | None = None
+
+
+@torch.no_grad()
+def fit_layer(
+    inputs: Inputs,
+    ffn: DenseFFN,
+    recipe: Recipe,
+    sizes: Sizes,
+    config: Any,
+    generator: np.random.Generator,
+    tick: Callable[[str], None] = lambda step: None,
+) -> Fitted:
+    """Converts one FFN on its calibration inputs; `tick` is told each step's name when it ends.
+
+    Passes over the tokens that compute hidden states: one to profile, one for the experts'
+    energies where the router is fitted, one for the repair. Raises MoesaicError where hidden
+    states are not finite.
+    """
+    profile = profile_ffn(
+        inputs.fit(),
+        ffn,
+        recipe.activation_top_k if recipe.marks_active else None,
+        recipe.normalise,
+        inputs.tokens if recipe.samples_hidden else None,
+        recipe.importance == "observability",
+    )
+    tick("profile")
+    parts = partition(profile, ffn, recipe, sizes, generator)
+    tick("partition")
+    device = ffn.up_FD.device
+    energy_F = profile.energy_F * ffn.down_DF.float().square().sum(0).cpu().double().numpy()
+    best_F = np.argsort(-energy_F, kind="stable")
+    static_N = torch.from_numpy(np.sort(best_F[: sizes.active])).to(device)
+    dead = int((energy_F == 0).sum())
+    notes = [f"{dead} neurons of {len(energy_F)} add nothing on any token"] if dead else []
+    router, choose = None, None
+    if recipe.router == "oracle":
+        choose = oracle(ffn, torch.from_numpy(parts.experts_RM).to(device), sizes.num_active)
+    elif recipe.routed:
+        router = fit_router(inputs, ffn, parts, profile, recipe, sizes, config, generator)
+        choose = _choice(router)
+    tick("router")
+    repair = static_repair = None
+    neurons_N = torch.from_numpy(parts.neurons_N).to(device)
+    repaired = ffn
+    if recipe.repair != "none":
+        kept = Kept(neurons_N, choose and _mask(parts, choose))
+        both = [kept, Kept(static_N)] if recipe.routed else [kept]
+        repairs = choose_repairs(inputs, ffn, both, recipe.repair, recipe.intercept)
+        repair, static_repair = repairs[0], repairs[-1]
+        repaired = repair.apply(ffn, kept)
+        notes += [repair.note] if repair.note else []
+        if not all(torch.isfinite(tensor).all() for tensor in repaired.tensors().values()):
+            repaired = ffn
+            notes.append(f"repair skipped: it exceeds the range of {ffn.up_FD.dtype}")
+        tick("repair")
+    if recipe.router == "oracle":
+        shared, size = len(parts.shared_S), parts.experts_RM.shape[1]
+        masked, block = MaskedBlock(subset(repaired, neurons_N), shared, size, choose), None
+    else:
+        block = carve(repaired, parts, {} if router is None else router.state_dict(), config)
+        masked = masked_view(block, ffn, config)
+    tick("carve")
+    return Fitted(block, masked, parts, static_N, notes, repair, static_repair)
+
+
+def _choice(router: Any) -> Choose:
+    return lambda x_TD: router.choose(router.scores(x_TD))
+
+
+def _mask(parts: Partition, choose: Choose) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x_TD: parts.mask(choose(x_TD))
+
+
+def fit_router(
+    inputs: Inputs,
+    ffn: DenseFFN,
+    parts: Partition,
+    profile: Profile,
+    recipe: Recipe,
+    sizes: Sizes,
+    config: Any,
+    generator: np.random.Generator,
+) -> Any:
+    """The MoesaicRouter of a partition: copied neurons, or fitted to the experts' energies.
+
+    Its weights are rounded to the model's dtype before thresholds are taken from its scores.
+    """
+    dtype, device = ffn.up_FD.dtype, ffn.up_FD.device
+    router: Any = MoesaicRouter(config).to(device)
+    for weights in (router.gate_proj, router.up_proj, router.score_proj, router.feature_proj):
+        if weights is not None:
+            weights.to(dtype)
+    if recipe.router in FITTED:
+
+        def x_blocks() -> Iterator[torch.Tensor]:
+            return (x_TD.float() for x_TD in inputs.fit())
+
+        def phi_blocks() -> Iterator[torch.Tensor]:
+            return (router.features(x_TD) for x_TD in inputs.fit())
+
+        if router.feature_proj is not None:
+            weight_CD, bias_C = directions(x_blocks, router.feature_proj.out_features)
+            router.feature_proj.weight.data = weight_CD.to(dtype)
+            router.feature_proj.bias.data = bias_C.to(dtype)
+        experts_RM = torch.from_numpy(parts.experts_RM).to(device)
+        gram_RMM = expert_grams(ffn, experts_RM)
+        energy_TR = torch.cat(
+            [expert_energies(ffn.hidden(x_TD), experts_RM, gram_RMM) for x_TD in inputs.fit()]
+        )
+        weight_RP = linear(phi_blocks, energy_TR, absolute=recipe.gating == "threshold")
+        router.score_proj.weight.data = weight_RP.to(dtype)
+    else:
+        neurons_R = REPRESENTATIVE[recipe.router](profile, parts.experts_RM, generator)
+        rows = neuron_rows(ffn.with_unit_rows() if recipe.normalise else ffn, neurons_R)
+        router.load_state_dict(rows, strict=False)
+    if recipe.gating == "threshold":
+        score_TR = torch.cat([router.scores(x_TD) for x_TD in inputs.fit()])
+        router.selection_bias.copy_(-thresholds(score_TR, sizes.num_active / sizes.num_routed))
+    return router

@@ -1,0 +1,52 @@
+"""The inputs of one FFN for all calibration tokens: most to fit on, the last of them held out.
+
+Shape suffixes: T tokens of a block, D hidden_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+HELD_OUT = 8  # one token in so many, the last of the windows, is not fitted on
+
+
+class Inputs:
+    """Blocks x (T, D), kept where the calibration's hidden states are kept.
+
+    `hold_out` keeps the last eighth out of what is fitted. Without it everything is fitted on,
+    and the last eighth is what is measured all the same.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[torch.Tensor],
+        tokens: int,
+        hold_out: bool,
+        storage: torch.device,
+        device: torch.device,
+    ):
+        self.device, self.hold_out = device, hold_out and tokens >= HELD_OUT
+        first_held = tokens - max(tokens // HELD_OUT, 1)
+        self.tokens = first_held if self.hold_out else tokens
+        self._fit: list[torch.Tensor] = []
+        self._held: list[torch.Tensor] = []
+        start = 0
+        for x_TD in blocks:
+            before = max(0, min(first_held - start, len(x_TD)))
+            if before:
+                self._fit.append(x_TD[:before].to(storage))
+            if before < len(x_TD):
+                self._held.append(x_TD[before:].to(storage))
+            start += len(x_TD)
+
+    def fit(self) -> Iterator[torch.Tensor]:
+        """Blocks of the tokens to fit on."""
+        for x_TD in self._fit if self.hold_out else [*self._fit, *self._held]:
+            yield x_TD.to(self.device)
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """Blocks of the last eighth of the tokens."""
+        for x_TD in self._held:
+            yield x_TD.to(self.device)

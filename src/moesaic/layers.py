@@ -1,0 +1,114 @@
+"""The loop over layers.
+
+Calibration is sequential: a layer is fitted on inputs that have passed through the converted
+layers before it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from moesaic import checkpoint
+from moesaic.errors import MoesaicError
+from moesaic.fit import fit_layer
+from moesaic.inputs import Inputs
+from moesaic.masked import MaskedBlock, masked_view
+from moesaic.measure import LayerReport, measure_layer
+from moesaic.modeling import MoesaicBlock, install_block
+from moesaic.plan import Plan
+from moesaic.soundness import check_inputs
+from moesaic.stream import Stream
+
+
+def convert_layers(
+    stream: Stream,
+    todo: Plan,
+    seed: int,
+    steps: dict[str, float],
+    draft: Path | None = None,
+    progress: bool = False,
+    trial: bool = False,
+) -> list[LayerReport]:
+    """Converts every layer in turn and reports on each; adds the seconds of each step to `steps`.
+
+    Layers that the draft holds are put in place and passed through. A `trial` leaves masked dense
+    FFNs in the place of the blocks: the same outputs, and the faster to evaluate.
+    """
+    clock, reports = _Clock(steps), []
+    layers, console = stream.ffns.layers, Console(stderr=True)
+    for layer in track(
+        range(len(layers)), "converting layers", console=console, disable=not progress
+    ):
+        home = next(layers[layer].parameters()).device
+        layers[layer].to(stream.device)
+        check_inputs(stream, layer)
+        clock("check")
+        reports.append(_convert_layer(stream, todo, layer, seed, draft, clock, trial))
+        layers[layer].to(home)
+    return reports
+
+
+def _convert_layer(
+    stream: Stream,
+    todo: Plan,
+    layer: int,
+    seed: int,
+    draft: Path | None,
+    clock: _Clock,
+    trial: bool,
+) -> LayerReport:
+    """Fit, measure, pass on. What it holds of the dense FFN goes when it returns."""
+    ffns, recipe, config = stream.ffns, todo.recipe, todo.config
+    prefix = ffns.state_prefix(layer)
+    if draft and (done := checkpoint.load_layer(draft, layer, prefix, config)) is not None:
+        block = done[0].to(stream.device)
+        _advance(stream, config, layer, block, masked_view(block, ffns.read(layer), config))
+        return done[1]
+    begun = time.perf_counter()
+    ffn = ffns.read(layer)
+    inputs = Inputs(
+        stream.ffn_inputs(layer), stream.tokens, recipe.fits, stream.storage, stream.device
+    )
+    clock("inputs")
+    generator = np.random.default_rng([seed, layer])
+    try:
+        fitted = fit_layer(inputs, ffn, recipe, todo.sizes, config, generator, clock)
+    except MoesaicError as error:
+        raise MoesaicError(f"layer {layer} of {todo.model}: {error}") from error
+    report = measure_layer(layer, inputs, ffn, fitted, todo.sizes, seed)
+    clock("measure")
+    _advance(stream, config, layer, None if trial else fitted.block, fitted.masked)
+    clock("advance")
+    report.seconds = time.perf_counter() - begun
+    if draft is not None and fitted.block is not None:
+        checkpoint.save_layer(draft, layer, prefix, fitted.block, report)
+        clock("write")
+    return report
+
+
+def _advance(
+    stream: Stream, config: Any, layer: int, block: MoesaicBlock | None, masked: MaskedBlock
+) -> None:
+    """Passes all tokens through the converted layer, masked, and leaves the block in its place."""
+    install_block(stream.ffns.base, config, layer, masked)
+    stream.advance(layer)
+    if block is not None:
+        install_block(stream.ffns.base, config, layer, block)
+
+
+class _Clock:
+    """Adds the time since the last call to a named step."""
+
+    def __init__(self, steps: dict[str, float]):
+        self.steps, self.last = steps, time.perf_counter()
+
+    def __call__(self, step: str) -> None:
+        now = time.perf_counter()
+        self.steps[step] = self.steps.get(step, 0.0) + now - self.last
+        self.last = now

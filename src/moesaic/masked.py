@@ -1,0 +1,99 @@
+"""A converted layer as a dense FFN with a mask: all neurons are computed, those chosen count.
+
+The same outputs as the block's, up to rounding, and on a CPU faster than many small experts; it
+saves nothing, so it serves to calibrate the layers after it, and to hold the oracle.
+
+Shape suffixes: T tokens, F neurons, S shared neurons, R routed experts, M neurons of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from moesaic.adapters import DenseFFN
+from moesaic.modeling import MoesaicBlock
+
+Choose = Callable[[torch.Tensor], torch.Tensor]  # inputs (T, D) to the experts that run (T, R)
+
+
+class MaskedBlock(nn.Module):
+    """`ffn` holds the shared neurons, then expert by expert `expert_size` neurons."""
+
+    def __init__(self, ffn: DenseFFN, shared_size: int, expert_size: int, choose: Choose | None):
+        super().__init__()
+        self.ffn, self.choose = ffn, choose
+        self.shared_size, self.expert_size = shared_size, expert_size
+
+    @torch.no_grad()
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        h_TF = self.ffn.hidden(x_TD)
+        if self.choose is not None:
+            chosen_TR = self.choose(x_TD).to(h_TF.dtype)
+            h_TRM = h_TF[:, self.shared_size :].unflatten(1, (-1, self.expert_size))
+            h_TRM.mul_(chosen_TR[:, :, None])
+        return self.ffn.output(h_TF).view_as(hidden_states)
+
+
+def subset(ffn: DenseFFN, neurons_N: torch.Tensor) -> DenseFFN:
+    """The FFN of some neurons, in the order given; the output bias stays."""
+    index_N = neurons_N.to(ffn.up_FD.device)
+    rows: dict[str, Any] = {
+        name: tensor[index_N]
+        for name, tensor in ffn.tensors().items()
+        if name not in ("down_DF", "down_bias_D")
+    }
+    return replace(ffn, **rows, down_DF=ffn.down_DF[:, index_N])
+
+
+def masked_view(block: MoesaicBlock, ffn: DenseFFN, config: Any) -> MaskedBlock:
+    """A block's weights as one dense FFN, read from the block alone; `ffn` names the activation.
+
+    Takes the block's unit gates for granted: before training they are 1. One copy of the weights.
+    """
+    moe: dict[str, Any] = config.moesaic
+    shared, experts, router = block.shared_expert, block.experts, block.router
+    size, padded = moe["expert_size"], moe["padded_size"]
+    parts: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "gate_bias": [], "up_bias": []}
+    down = []
+    if shared is not None:
+        for name in ("gate", "up"):
+            linear: Any = getattr(shared, f"{name}_proj")
+            if linear is not None:
+                parts[name].append(linear.weight)
+                if linear.bias is not None:
+                    parts[f"{name}_bias"].append(linear.bias)
+        down.append(shared.down_proj.weight)
+    if experts is not None:
+        names = ("gate", "up") if ffn.gated else ("up",)
+        stacked = "gate_up_proj" if ffn.gated else "up_proj"
+        for suffix in ("", "_bias"):
+            fused: torch.Tensor | None = getattr(experts, stacked + suffix, None)
+            if fused is not None:
+                for place, name in enumerate(names):
+                    start = place * padded
+                    rows = fused[:, start : start + size]
+                    parts[name + suffix].append(rows.flatten(0, 1))
+        down.append(experts.down_proj[:, :, :size].permute(1, 0, 2).flatten(1))
+
+    def joined(name: str) -> torch.Tensor | None:
+        return torch.cat(parts[name]).detach() if parts[name] else None
+
+    up_FD = joined("up")
+    assert up_FD is not None
+    whole = DenseFFN(
+        up_FD,
+        torch.cat(down, dim=1).detach(),
+        ffn.activation,
+        joined("gate"),
+        joined("up_bias"),
+        joined("gate_bias"),
+        block.output_bias,
+    )
+    choose = None if router is None else (lambda x_TD: router.choose(router.scores(x_TD)))
+    return MaskedBlock(whole, moe["shared_size"], size, choose)

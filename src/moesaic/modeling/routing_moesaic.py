@@ -1,0 +1,104 @@
+"""The router of a MoE block: which experts run for a token.
+
+Leaf: this file is copied beside the weights, so it imports torch and transformers only.
+
+Shape suffixes: T tokens, D hidden_size, R routed experts, K routed experts run per token, C
+directions, P pairs of a token and an expert that runs for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from .configuration_moesaic import MoesaicConfig
+
+
+class MoesaicRouter(nn.Module):
+    """Scores the routed experts and picks some of them for each token.
+
+    Kinds: `linear`, a matrix product with the input; `quadratic`, the same with the products of
+    pairs of C directions of the input appended; and copies of one neuron per expert, which score
+    an expert by that neuron's hidden activation, act(gate(x)) * up(x), or act(up(x)) in a family
+    whose FFN has no gate (`representative`: paper, Section 4.2).
+
+    Gating: `topk` runs the K experts of largest score + selection_bias; `threshold` runs every
+    expert whose score + selection_bias is above zero, at least the first and at most `cap`. The
+    gate of a chosen expert is 1 + softmax(scores) * expert_scale (Section 4.3), which is exactly
+    1 until expert_scale is trained; selection_bias moves who is chosen and never the gate.
+    """
+
+    def __init__(self, config: MoesaicConfig):
+        super().__init__()
+        moe = config.moesaic
+        ffn, router, num_routed = moe["ffn"], moe["router"], moe["num_routed"]
+        self.num_active, self.absolute = moe["num_active"], router["absolute"]
+        self.gating, self.cap = router["gating"], router["cap"] or num_routed
+        self.gate_proj = self.up_proj = self.score_proj = self.feature_proj = None
+        hidden, directions = config.hidden_size, router["features"]
+        if router["kind"] in ("linear", "quadratic"):
+            if directions:
+                self.feature_proj = nn.Linear(hidden, directions)
+            width = hidden + directions * (directions + 1) // 2
+            self.score_proj = nn.Linear(width, num_routed, bias=False)
+        else:
+            if ffn["gated"]:
+                self.gate_proj = nn.Linear(hidden, num_routed, bias=ffn["bias"])
+            self.up_proj = nn.Linear(hidden, num_routed, bias=ffn["bias"])
+        self.act_fn = ACT2FN[ffn["activation"]]
+        # Both in float32 in a model of any dtype: training moves them by less than bf16 resolves.
+        self.expert_scale = nn.Parameter(torch.zeros(num_routed, dtype=torch.float32))
+        self.register_buffer("selection_bias", torch.zeros(num_routed, dtype=torch.float32))
+
+    def features(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """What a linear or quadratic router multiplies: x, then the products of C directions."""
+        x_TD = x_TD.float()
+        if self.feature_proj is None:
+            return x_TD
+        z_TC = _linear_fp32(x_TD, self.feature_proj)
+        i, j = torch.triu_indices(z_TC.shape[1], z_TC.shape[1], device=z_TC.device)
+        return torch.cat([x_TD, z_TC[:, i] * z_TC[:, j]], dim=1)
+
+    def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Scores (T, R) in float32."""
+        if self.score_proj is not None:
+            # In float32 like the stock MoE architectures: bf16 would reorder close experts.
+            return _linear_fp32(self.features(x_TD), self.score_proj)
+        up_TR = self.up_proj(x_TD)
+        if self.gate_proj is None:
+            scores_TR = self.act_fn(up_TR)
+        else:
+            scores_TR = self.act_fn(self.gate_proj(x_TD)) * up_TR
+        return (scores_TR.abs() if self.absolute else scores_TR).float()
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Top-k gating: chosen experts (T, K) and their gates (T, K), in float32."""
+        scores_TR = self.scores(x_TD)
+        index_TK = (scores_TR + self.selection_bias).topk(self.num_active, dim=-1).indices
+        return index_TK, self._gates(scores_TR).gather(1, index_TK)
+
+    def pairs(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Chosen (token, expert) pairs, in order of tokens, and the gate of each (P,)."""
+        scores_TR = self.scores(x_TD)
+        token_P, expert_P = self.choose(scores_TR).nonzero(as_tuple=True)
+        return token_P, expert_P, self._gates(scores_TR)[token_P, expert_P]
+
+    def choose(self, scores_TR: torch.Tensor) -> torch.Tensor:
+        """Which experts run (T, R), under either gating."""
+        biased_TR = scores_TR + self.selection_bias
+        top_k = self.num_active if self.gating == "topk" else self.cap
+        index_TK = biased_TR.topk(top_k, dim=-1).indices
+        chosen_TR = torch.zeros_like(biased_TR, dtype=torch.bool).scatter_(1, index_TK, True)
+        if self.gating == "topk":
+            return chosen_TR
+        chosen_TR &= biased_TR > 0
+        return chosen_TR.scatter_(1, index_TK[:, :1], True)
+
+    def _gates(self, scores_TR: torch.Tensor) -> torch.Tensor:
+        return 1 + scores_TR.softmax(dim=-1) * self.expert_scale
+
+
+def _linear_fp32(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    bias = None if layer.bias is None else layer.bias.float()
+    return nn.functional.linear(x.float(), layer.weight.float(), bias)

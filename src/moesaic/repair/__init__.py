@@ -1,0 +1,22 @@
+"""Repair of the output vectors once it is known what the gates let through.
+
+Each ingredient maps (moments, intercept) to candidates; `choose` takes the one that is best on
+tokens it was not fitted to, or none.
+"""
+
+from moesaic.repair.choose import Kept, Repair, choose_repairs
+from moesaic.repair.least_squares import least_squares
+from moesaic.repair.mean import mean_compensation
+from moesaic.repair.moments import Moments
+
+REPAIRS = ("none", "mean", "least-squares")
+
+__all__ = [
+    "REPAIRS",
+    "Kept",
+    "Moments",
+    "Repair",
+    "choose_repairs",
+    "least_squares",
+    "mean_compensation",
+]

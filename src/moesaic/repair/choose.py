@@ -1,0 +1,114 @@
+"""Fits repairs on some tokens and chooses among them on others.
+
+Shape suffixes: T tokens, D hidden_size, F neurons, N neurons that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from moesaic.adapters import DenseFFN
+from moesaic.inputs import Inputs
+from moesaic.repair.least_squares import TOKENS_PER_NEURON, least_squares
+from moesaic.repair.mean import Candidate, mean_compensation
+from moesaic.repair.moments import Moments
+
+NOTHING = Candidate("none")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Neurons (N,) that are kept, and the mask (T, N) of those that run for inputs x."""
+
+    neurons_N: torch.Tensor
+    mask: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: all of them always
+
+    def hidden(self, x_TD: torch.Tensor, h_TF: torch.Tensor) -> torch.Tensor:
+        h_TN = h_TF[:, self.neurons_N]
+        return h_TN if self.mask is None else h_TN.mul_(self.mask(x_TD))
+
+
+@dataclass(frozen=True)
+class Repair:
+    """The chosen candidate, and the relative held-out error without and with it."""
+
+    candidate: Candidate
+    error_before: float
+    error_after: float
+    note: str | None = None
+
+    def apply(self, ffn: DenseFFN, kept: Kept) -> DenseFFN:
+        """The FFN with repaired output vectors and intercept."""
+        changed = ffn
+        if self.candidate.delta_ND is not None:
+            down_DF = ffn.down_DF.float()
+            down_DF = down_DF.index_add(1, kept.neurons_N, self.candidate.delta_ND.T)
+            changed = replace(changed, down_DF=down_DF.to(ffn.down_DF.dtype))
+        if (bias_D := self.candidate.intercept_D) is not None:
+            if ffn.down_bias_D is not None:
+                bias_D = bias_D + ffn.down_bias_D.float()
+            changed = replace(changed, down_bias_D=bias_D.to(ffn.down_DF.dtype))
+        return changed
+
+
+@torch.no_grad()
+def choose_repairs(
+    inputs: Inputs, ffn: DenseFFN, kept: list[Kept], method: str, intercept: bool
+) -> list[Repair]:
+    """For each way of masking the FFN, the repair with the least error on held-out tokens.
+
+    One pass over the tokens to fit on and one over those held out, for all of them together.
+    A repair that does not lower the held-out error is not made. Least squares with fewer than
+    TOKENS_PER_NEURON tokens per neuron falls back to mean compensation; the note says so.
+    """
+    down_FD = ffn.down_DF.float().T.contiguous()
+    hidden_size, device = down_FD.shape[1], down_FD.device
+    moments = [Moments(len(k.neurons_N), hidden_size, device) for k in kept]
+    for x_TD in inputs.fit():
+        h_TF = ffn.hidden(x_TD).float()
+        dense_TD = h_TF @ down_FD
+        for one, sums in zip(kept, moments, strict=True):
+            h_TN = one.hidden(x_TD, h_TF)
+            sums.add(h_TN, dense_TD - h_TN @ down_FD[one.neurons_N])
+    offers = [_candidates(sums, method, intercept) for sums in moments]
+    errors = [torch.zeros(len(found), dtype=torch.float64) for found, _ in offers]
+    energy = 0.0
+    for x_TD in inputs.held():
+        h_TF = ffn.hidden(x_TD).float()
+        dense_TD = h_TF @ down_FD
+        energy += dense_TD.square().sum(dtype=torch.float64).item()
+        for one, (found, _), error in zip(kept, offers, errors, strict=True):
+            h_TN = one.hidden(x_TD, h_TF)
+            r_TD = dense_TD - h_TN @ down_FD[one.neurons_N]
+            for index, candidate in enumerate(found):
+                error[index] += (r_TD - candidate.output(h_TN)).square().sum().item()
+    repairs = []
+    for (found, note), error in zip(offers, errors, strict=True):
+        error = torch.nan_to_num(error / max(energy, 1e-30), nan=torch.inf)
+        best = int(error.argmin())
+        if best == 0 and len(found) > 1:
+            note = "repair skipped: it does not lower the error on held-out tokens"
+        repairs.append(Repair(found[best], error[0].item(), error[best].item(), note))
+    return repairs
+
+
+def _candidates(
+    moments: Moments, method: str, intercept: bool
+) -> tuple[list[Candidate], str | None]:
+    """Nothing first, then what the method offers, and why it is not what was asked for."""
+    note = None
+    neurons = moments.neurons
+    if method == "least-squares" and moments.tokens >= TOKENS_PER_NEURON * neurons:
+        found = least_squares(moments, intercept)
+        note = None if found else "repair skipped: no neuron is ever active"
+    else:
+        found = mean_compensation(moments, intercept)
+        if method == "least-squares":
+            note = (
+                f"least squares needs {TOKENS_PER_NEURON * neurons} tokens to fit on, "
+                f"{moments.tokens} are there: mean compensation instead"
+            )
+    return [NOTHING, *found], note

@@ -1,0 +1,48 @@
+"""What least squares needs to know of all tokens: sums of products, never the tokens.
+
+Shape suffixes: T tokens, D hidden_size, N neurons that are kept.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_ROWS = 256  # of the Gram matrix summed at once
+
+
+class Moments:
+    """Sums over tokens of h h^T, h r^T, h and r.
+
+    h (T, N) is the masked hidden state of the neurons that are kept, r (T, D) what the dense FFN's
+    output has over that of the masked one. float32; T N (N + 2 D) FLOPs, as only the upper half
+    of h h^T is summed; 4 N (N + D) bytes.
+    """
+
+    def __init__(self, neurons: int, hidden_size: int, device: torch.device):
+        self.tokens = 0
+        self._upper_NN = torch.zeros(neurons, neurons, device=device)
+        self.cross_ND = torch.zeros(neurons, hidden_size, device=device)
+        self.sum_N = torch.zeros(neurons, device=device)
+        self.sum_D = torch.zeros(hidden_size, device=device)
+
+    @property
+    def neurons(self) -> int:
+        return len(self.sum_N)
+
+    @property
+    def gram_NN(self) -> torch.Tensor:
+        """Sum of h h^T, in float64: a copy."""
+        upper_NN = self._upper_NN.double().triu_()
+        diagonal_N = upper_NN.diagonal().clone()
+        upper_NN += upper_NN.T.clone()
+        upper_NN.diagonal().copy_(diagonal_N)
+        return upper_NN
+
+    def add(self, h_TN: torch.Tensor, r_TD: torch.Tensor) -> None:
+        self.tokens += len(h_TN)
+        for start in range(0, self.neurons, _ROWS):
+            rows_TM = h_TN[:, start : start + _ROWS]
+            self._upper_NN[start : start + _ROWS, start:].addmm_(rows_TM.T, h_TN[:, start:])
+        self.cross_ND.addmm_(h_TN.T, r_TD)
+        self.sum_N += h_TN.sum(0)
+        self.sum_D += r_TD.sum(0)
