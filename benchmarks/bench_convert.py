@@ -30,6 +30,7 @@ from moesaic.adapters import find_ffns
 from moesaic.assignment import balanced_assignment
 from moesaic.data import sample_windows, to_ids
 from moesaic.load import load_model, load_tokenizer
+from moesaic.profile import SAMPLE_TOKENS
 from moesaic.stream import BLOCK_TOKENS, Stream
 
 CPU = torch.device("cpu")
@@ -44,16 +45,22 @@ def dense_pass(model: Any, windows_NL: torch.Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def bench_time(name: str, model: Any, windows_NL: torch.Tensor, rounds: int) -> None:
+def bench_time(
+    name: str, model: Any, recipe: str, layout: str, windows_NL: torch.Tensor, rounds: int
+) -> None:
     ratios, steps = [], []
     for number in range(rounds + 1):
         victim = copy.deepcopy(model)
         dense = dense_pass(model, windows_NL)
-        _, report = moesaic.convert(victim, "cmoe", "S3A3E8", windows_NL)
+        _, report = moesaic.convert(victim, recipe, layout, windows_NL)
         if number:  # the first pair warms up
             ratios.append(sum(report.step_seconds.values()) / dense)
             steps.append({k: v / dense for k, v in report.step_seconds.items()})
-    table = Table("step", "dense forward passes", title=f"{name}, {windows_NL.numel()} tokens")
+    table = Table(
+        "step",
+        "dense forward passes",
+        title=f"{recipe} {layout}, {name}, {windows_NL.numel()} tokens",
+    )
     for step in steps[0]:
         table.add_row(step, f"{statistics.median(s[step] for s in steps):.2f}")
     table.add_row("all", f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})")
@@ -79,7 +86,7 @@ class PeakMemory:
         self.thread.join()
 
 
-def bench_memory(layers: int, samples: int, length: int) -> None:
+def bench_memory(layers: int, recipe: str, samples: int, length: int) -> None:
     """Peak above the dense weights, for a deep and for a shallow model of the same layers."""
     windows_NL = torch.randint(0, 1000, (samples, length))
     dense_pass(llama_layers(1), windows_NL)  # what torch itself takes, once
@@ -87,23 +94,32 @@ def bench_memory(layers: int, samples: int, length: int) -> None:
     model = llama_layers(layers)
     config = model.config
     hidden, neurons = config.hidden_size, config.intermediate_size
-    layer = 3 * hidden * neurons * 4  # the converted FFN beside the dense one it replaces
-    inputs = windows_NL.numel() * hidden * 4
+    # The converted FFN and its masked view beside the dense one they replace.
+    layer = 2 * 3 * hidden * neurons * 4
+    inputs = 2 * windows_NL.numel() * hidden * 4  # of the layer and of its FFN
     marks = windows_NL.numel() * 10 * (4 + 4 + 8)  # column index, one, and their int64 copy
     # Working set of a block: hidden states of the FFN and of attention, and the grouped product's
     # copies of each token for each of its 3 routed experts.
     block = BLOCK_TOKENS * (4 * neurons + (8 + 5 * 3) * hidden) * 4
+    # Sample of hidden states and its contributions; Gram matrices of the routed and of the static
+    # neurons, and two float64 copies of one while it is factorised.
+    fits = recipe != "cmoe"
+    sample = 2 * min(windows_NL.numel(), SAMPLE_TOKENS) * (neurons + hidden) * 4 * fits
+    grams = (2 * neurons**2 * 4 + 3 * neurons**2 * 8) * fits
     with PeakMemory() as memory:
-        moesaic.convert(model, "cmoe", "S3A3E8", windows_NL)
-    table = Table("MB", "", title=f"memory, {layers} layers of {hidden}/{neurons}, fp32")
+        moesaic.convert(model, recipe, "S3A3E8", windows_NL)
+    title = f"{recipe}, memory, {layers} layers of {hidden}/{neurons}, fp32"
+    table = Table("MB", "", title=title)
     weights = sum(p.nbytes for p in model.parameters())
     for name, value in (
         ("dense weights", weights),
-        ("bound above them", layer + inputs + marks + block),
-        ("  one converted FFN", layer),
-        ("  inputs of one layer, all tokens", inputs),
+        ("bound above them", layer + inputs + marks + block + sample + grams),
+        ("  one converted FFN, twice", layer),
+        ("  inputs of one layer and its FFN, all tokens", inputs),
         ("  activation marks", marks),
         ("  one token block", block),
+        ("  sample of hidden states", sample),
+        ("  Gram matrices", grams),
         ("measured above them", memory.peak - empty - weights),
     ):
         table.add_row(name, f"{value / 1e6:.0f}")
@@ -148,12 +164,19 @@ def main() -> None:
     )
     ids = to_ids("demo", load_tokenizer("demo"))
     demo = load_model("demo", "float32")
-    bench_time("demo model", demo, sample_windows(ids, 8, 512, 0), rounds=9)
-    bench_time("demo model", demo, sample_windows(ids, 64, 512, 0), rounds=5)
-    bench_time("layer of 2048/5632", llama_layers(1), torch.randint(0, 1000, (8, 2048)), rounds=3)
-    for layers in (2, 8):  # each in a process of its own: freed memory is not always given back
+    few, many = sample_windows(ids, 8, 512, 0), sample_windows(ids, 64, 512, 0)
+    bench_time("demo model", demo, "cmoe", "S3A3E8", few, rounds=9)
+    bench_time("demo model", demo, "cmoe", "S3A3E8", many, rounds=5)
+    for layout in ("S3A3E8", "S1A11E16", "S1A23E32"):
+        bench_time("demo model", demo, "moesaic", layout, many, rounds=3)
+    bench_time("demo model", demo, "moesaic-dynamic", "S1A23E32", many, rounds=3)
+    wide, windows_NL = llama_layers(1), torch.randint(0, 1000, (8, 2048))
+    bench_time("layer of 2048/5632", wide, "cmoe", "S3A3E8", windows_NL, rounds=3)
+    bench_time("layer of 2048/5632", wide, "moesaic", "S1A11E16", windows_NL, rounds=2)
+    for layers, recipe in ((2, "cmoe"), (8, "cmoe"), (2, "moesaic"), (8, "moesaic")):
+        # In a process of its own: freed memory is not always given back.
         fresh = multiprocessing.get_context("spawn").Process(
-            target=bench_memory, args=(layers, 4, 2048)
+            target=bench_memory, args=(layers, recipe, 4, 2048)
         )
         fresh.start()
         fresh.join()
