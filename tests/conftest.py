@@ -9,6 +9,8 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the hub
+# Models this small gain nothing from threads, which wait for each other where cores are shared.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 SHARED = Path(__file__).parents[2] / "shared"
 

@@ -1,7 +1,7 @@
 """Slow, obvious twins of what the package computes fast: loops, dense float64, textbook solvers.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, N neurons to group, R routed experts,
-K routed experts run per token.
+Shape suffixes: T tokens, D hidden_size, F neurons, N neurons to group or kept, R routed experts,
+K routed experts run per token, M neurons of an expert, P features of a token.
 """
 
 from __future__ import annotations
@@ -99,11 +99,12 @@ def centroids(a_TN: NDArray[Any], expert_N: NDArray[np.int64], r: int) -> NDArra
 
 
 def balanced_kmeans(
-    a_TN: NDArray[Any], r: int, rounds: int
+    a_TN: NDArray[Any], r: int, rounds: int, seed_R: Sequence[int] | None = None
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
     """(costs, assignment) of every round; ends with the first assignment that repeats."""
     history: list[tuple[NDArray[np.float64], NDArray[np.int64]]] = []
-    centroid_TR = a_TN[:, seeds(a_TN, r)].astype(np.float64)
+    seed_R = seeds(a_TN, r) if seed_R is None else seed_R
+    centroid_TR = a_TN[:, seed_R].astype(np.float64)
     for _ in range(rounds):
         cost_NR = squared_distances(a_TN, centroid_TR)
         expert_N = balanced_assignment(cost_NR)
@@ -140,22 +141,117 @@ def moe_forward(
     x_TD: torch.Tensor,
     shared: Matrices | None,
     experts: Sequence[Matrices],
-    index_TK: torch.Tensor,
-    gate_TK: torch.Tensor,
+    index_TK: Sequence[torch.Tensor] | torch.Tensor,
+    gate_TK: Sequence[torch.Tensor] | torch.Tensor,
     act: Activation = silu,
 ) -> torch.Tensor:
     """shared(x) + sum over the chosen experts of gate * expert(x), one token at a time.
 
-    Differentiable in the inputs, the gates and every matrix.
+    Differentiable in the inputs, the gates and every matrix. Tokens may differ in K.
     """
     rows = []
     for t in range(len(x_TD)):
         x_1D = x_TD[t : t + 1]
         y_1D = torch.zeros_like(x_1D) if shared is None else ffn_forward(x_1D, shared, act)
         for slot, expert in enumerate(index_TK[t].tolist()):
-            y_1D = y_1D + gate_TK[t, slot] * ffn_forward(x_1D, experts[expert], act)
+            y_1D = y_1D + gate_TK[t][slot] * ffn_forward(x_1D, experts[expert], act)
         rows.append(y_1D)
     return torch.cat(rows)
+
+
+def threshold_choice(biased_TR: NDArray[np.float64], cap: int) -> list[list[int]]:
+    """Experts above zero, the largest `cap` of them at most, the largest of all at least."""
+    chosen = []
+    for biased_R in biased_TR:
+        best = sorted(range(len(biased_R)), key=lambda j: -biased_R[j])
+        chosen.append([best[0]] + [j for j in best[1:cap] if biased_R[j] > 0])
+    return chosen
+
+
+# --- fitted routers ----------------------------------------------------------------------------
+
+
+def expert_energies(
+    h_TF: NDArray[np.float64], down_DF: NDArray[np.float64], experts_RM: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Squared norm of what each expert adds to the output (T, R)."""
+    outputs = [h_TF[:, members_M] @ down_DF[:, members_M].T for members_M in experts_RM]
+    return np.stack([(y_TD**2).sum(axis=1) for y_TD in outputs], axis=1)
+
+
+def damped_lstsq(
+    phi_TP: NDArray[np.float64], target_TR: NDArray[np.float64], damping: float
+) -> NDArray[np.float64]:
+    """Ridge regression as plain least squares: rows sqrt(damping) I with target 0 appended."""
+    p = phi_TP.shape[1]
+    rows = np.concatenate([phi_TP, math.sqrt(damping) * np.eye(p)])
+    targets = np.concatenate([target_TR, np.zeros((p, target_TR.shape[1]))])
+    solution: NDArray[np.float64] = np.linalg.lstsq(rows, targets, rcond=None)[0]
+    return solution
+
+
+def gamma_deviance(
+    energy_TR: NDArray[np.float64], score_TR: NDArray[np.float64], absolute: bool
+) -> tuple[float, NDArray[np.float64]]:
+    """mean(e / mu + log mu) and e / mu, expert by expert where absolute, else token by token."""
+    ratio_TR, log_mu_TR = np.zeros_like(energy_TR), np.zeros_like(energy_TR)
+    e, s = (energy_TR.T, score_TR.T) if absolute else (energy_TR, score_TR)
+    for i in range(len(e)):
+        mu = np.exp(s[i]) * e[i].sum() / np.exp(s[i]).sum()
+        where = (slice(None), i) if absolute else (i, slice(None))
+        ratio_TR[where], log_mu_TR[where] = e[i] / mu, np.log(mu)
+    return float((ratio_TR + log_mu_TR).mean()), ratio_TR
+
+
+def linear_router(
+    phi_TP: NDArray[np.float64], energy_TR: NDArray[np.float64], absolute: bool, steps: int
+) -> NDArray[np.float64]:
+    """Weights (R, P): ridge on log energies, then damped scoring steps while they help."""
+    axis = 0 if absolute else 1
+    if absolute:
+        phi_TP = phi_TP - phi_TP.mean(axis=0)
+    damping = 1e-2 * float(np.mean(np.diag(phi_TP.T @ phi_TP)))
+    target_TR = np.log(energy_TR + 0.1 * energy_TR.mean())
+    target_TR = target_TR - target_TR.mean(axis=axis, keepdims=True)
+    weight_PR = damped_lstsq(phi_TP, target_TR, damping)
+    best, best_PR = math.inf, weight_PR
+    for _ in range(steps + 1):
+        deviance, ratio_TR = gamma_deviance(energy_TR, phi_TP @ weight_PR, absolute)
+        if deviance >= best:
+            break
+        best, best_PR = deviance, weight_PR
+        residual_TR = np.minimum(ratio_TR, 10)
+        residual_TR = residual_TR - residual_TR.mean(axis=axis, keepdims=True)
+        weight_PR = weight_PR + damped_lstsq(phi_TP, residual_TR, damping)
+    return best_PR.T
+
+
+# --- re-assignment -----------------------------------------------------------------------------
+
+
+def reassign(
+    energy_TN: NDArray[np.float64],
+    expert_N: NDArray[np.int64],
+    num_active: int,
+    rounds: int,
+    fit: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+) -> list[tuple[float, NDArray[np.int64]]]:
+    """(kept share, expert of each neuron) at the start and after every round, brute force."""
+    n, r = energy_TN.shape[1], int(expert_N.max()) + 1
+    history = []
+    for _ in range(rounds + 1):
+        energy_TR = np.stack([energy_TN[:, expert_N == j].sum(axis=1) for j in range(r)], axis=1)
+        score_TR = fit(energy_TR)
+        gain_NR, kept = np.zeros((n, r)), 0.0
+        for t, score_R in enumerate(score_TR):
+            for j in sorted(range(r), key=lambda j: -score_R[j])[:num_active]:
+                gain_NR[:, j] += energy_TN[t]
+                kept += energy_TR[t, j]
+        history.append((kept / energy_TN.sum(), expert_N))
+        expert_N = np.array(
+            max(all_balanced_assignments(n, r), key=lambda e: cost_of(gain_NR, np.array(e)))
+        )
+    return history
 
 
 # --- evaluation --------------------------------------------------------------------------------

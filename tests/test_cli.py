@@ -22,6 +22,9 @@ from tests.families import tiny_model
 TEXT = "def main(argument):\n    return [argument for _ in range(10)]\n" * 400
 
 
+CMOE = ("--recipe", "cmoe", "--layout", "S3A3E8")
+
+
 class Run:
     """Runs the command line in this process and keeps what it printed."""
 
@@ -60,10 +63,18 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model converted by the paper's method; for tests that only damage a copy."""
+    folder = tmp_path_factory.mktemp("converted") / "out"
+    moesaic.convert("demo", "cmoe", "S3A3E8", [TEXT], output=folder, samples=4, sequence_length=64)
+    return folder
+
+
 def test_convert_eval_and_reload(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     output, numbers = tmp_path / "out", tmp_path / "numbers.json"
     code, printed, _ = run(
-        "convert", model, "--output", output, "--calibration", text,
+        "convert", model, "--output", output, "--calibration", text, *CMOE,
         "--samples", 2, "--sequence-length", 128,
     )  # fmt: skip
     assert code == 0
@@ -107,7 +118,7 @@ def test_dry_run_says_what_it_would_do_and_writes_nothing(
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     code, printed, _ = run(
-        "convert", model, "--output", tmp_path / "out", "--calibration", text,
+        "convert", model, "--output", tmp_path / "out", "--calibration", text, *CMOE,
         "--sequence-length", 64, "--dry-run",
     )  # fmt: skip
     assert code == 0
@@ -116,11 +127,13 @@ def test_dry_run_says_what_it_would_do_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("options", [CMOE, ("--samples", 8, "--grain", "coarse")])
 def test_a_resumed_run_keeps_the_same_card(
-    run: Run, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run: Run, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    options: tuple[object, ...],
+) -> None:  # fmt: skip
     command = [
-        "convert", model, "--output", tmp_path / "out", "--calibration", text,
+        "convert", model, "--output", tmp_path / "out", "--calibration", text, *options,
         "--sequence-length", 64,
     ]  # fmt: skip
     assert run(*command)[0] == 0
@@ -137,7 +150,7 @@ def test_recipe_file(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     recipe.write_text("base: cmoe\nimportance: contribution\n")
     code, printed, _ = run(
         "convert", model, "--output", tmp_path / "out", "--calibration", text,
-        "--sequence-length", 64, "--recipe", recipe,
+        "--sequence-length", 64, "--recipe", recipe, "--layout", "S3A3E8",
     )  # fmt: skip
     assert code == 0
     assert "mine S3A3E8" in printed
@@ -417,17 +430,17 @@ def test_eval_refuses_another_tokenizer(run: Run, model: Path, text: Path, share
         ({"ffn": None}, "is damaged"),
         ({"layout": 7}, "is damaged"),
         ({"recipe": {}}, "is damaged"),
+        ({"router": {}}, "is damaged"),
+        ({"output_bias": "yes"}, "output_bias does not fit"),
         (None, "is damaged"),
     ],
 )
 def test_tampered_configuration_of_a_converted_model(
-    run: Run, model: Path, text: Path, tmp_path: Path, change: dict[str, object] | None,
+    run: Run, converted: Path, text: Path, tmp_path: Path, change: dict[str, object] | None,
     message: str,
 ) -> None:  # fmt: skip
     output = tmp_path / "out"
-    assert run(
-        "convert", model, "--output", output, "--calibration", text, "--sequence-length", 64
-    )[0] == 0  # fmt: skip
+    shutil.copytree(converted, output)
     config = json.loads((output / "config.json").read_text())
     config["moesaic"] = change if change is None else config["moesaic"] | change
     (output / "config.json").write_text(json.dumps(config))
@@ -460,11 +473,18 @@ def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatc
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moesaic.demo_run.HELDOUT_TOKENS", 4096)
-    for _ in range(2):  # a second run replaces the first
-        code, printed, _ = run("demo", "--output", tmp_path / "demo")
-        assert code == 0
+    monkeypatch.setattr("moesaic.demo_run.SAMPLES", 8)
+    with monkeypatch.context() as patch:
+        patch.setattr("moesaic.demo_run.RECIPES", ("static",))
+        assert run("demo", "--output", tmp_path / "demo")[0] == 0
+    code, printed, _ = run("demo", "--output", tmp_path / "demo")  # replaces the first
+    assert code == 0
+    config = json.loads((tmp_path / "demo" / "config.json").read_text())
+    assert config["moesaic"]["recipe"]["name"] == "moesaic"
     rows = {line.split("│")[1].strip(): line for line in printed.splitlines() if "│" in line}
-    assert {"dense", "cmoe", "static", "random"} <= rows.keys()
-    value = {name: float(rows[name].split("│")[2]) for name in ("dense", "cmoe", "random")}
+    known = {"dense", "moesaic", "cmoe", "static-repaired", "static", "random"}
+    assert known <= rows.keys()
+    value = {name: float(rows[name].split("│")[2]) for name in known}
     assert value["dense"] < value["cmoe"] < value["random"]
+    assert value["dense"] < value["moesaic"] < value["cmoe"]
     assert "moesaic eval" in printed

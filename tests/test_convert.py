@@ -46,6 +46,15 @@ def test_same_seed_same_bytes(dense: Path, tmp_path: Path) -> None:
     assert files(tmp_path / "a") != files(tmp_path / "c")
 
 
+@pytest.mark.parametrize("recipe", ["moesaic", "moesaic-quadratic", "static-repaired"])
+def test_fitted_weights_are_the_same_bytes_every_time(
+    dense: Path, tmp_path: Path, recipe: str
+) -> None:
+    for name in ("a", "b"):
+        moesaic.convert(dense, recipe, "S3A3E8", WINDOWS, output=tmp_path / name, command="x")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
 @pytest.mark.parametrize("recipe", ["cmoe", "cmoe-code", "static"])
 def test_the_order_of_tokens_does_not_matter_to_the_first_layer(recipe: str) -> None:
     one = tiny_model("llama")
@@ -72,7 +81,7 @@ def test_calibration_is_sequential() -> None:
         dense(input_ids=WINDOWS)
     assert not torch.allclose(seen[0], seen[1], atol=1e-3)
     profiled: list[torch.Tensor] = []
-    from moesaic import convert as module
+    from moesaic import fit
     from moesaic.profile import profile_ffn
 
     def spy(blocks: Any, *rest: Any) -> Any:
@@ -81,7 +90,7 @@ def test_calibration_is_sequential() -> None:
         return profile_ffn(blocks, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[module.__module__], "profile_ffn", spy)
+        patch.setattr(fit, "profile_ffn", spy)
         moesaic.convert(tiny_model("llama"), "cmoe", "S0A1E8", WINDOWS)
     torch.testing.assert_close(profiled[1].view_as(seen[0]), seen[0], rtol=1e-5, atol=1e-5)
 
@@ -101,28 +110,34 @@ def dying(function):
         return result
     return wrapped
 checkpoint._save = dying(checkpoint._save)
-moesaic.convert(sys.argv[1], "cmoe", "S3A3E8", torch.load(sys.argv[1] + "/../windows.pt"),
+recipe = sys.argv[4] if len(sys.argv) > 4 else "cmoe"
+moesaic.convert(sys.argv[1], recipe, "S3A3E8", torch.load(sys.argv[1] + "/../windows.pt"),
                 output=sys.argv[2], command="x")
 """
 
 
-@pytest.mark.parametrize("when", [1, 2, LAYERS + 1])  # mid-way and in the last step
-def test_resume_after_kill_gives_the_same_bytes(dense: Path, tmp_path: Path, when: int) -> None:
+@pytest.mark.parametrize(
+    ("when", "recipe"),  # mid-way and in the last step
+    [(1, "cmoe"), (2, "cmoe"), (LAYERS + 1, "cmoe"), (2, "moesaic-dynamic")],
+)
+def test_resume_after_kill_gives_the_same_bytes(
+    dense: Path, tmp_path: Path, when: int, recipe: str
+) -> None:
     torch.save(WINDOWS, tmp_path / "windows.pt")
-    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
+    moesaic.convert(dense, recipe, "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
     output = tmp_path / "killed"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), str(when)],
+        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), str(when), recipe],
         capture_output=True,
         env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert not output.exists()
     with pytest.raises(moesaic.MoesaicError, match="--resume"):
-        moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+        moesaic.convert(dense, recipe, "S3A3E8", WINDOWS, output=output)
     with pytest.raises(moesaic.MoesaicError, match="layout = S3A3E8"):
-        moesaic.convert(dense, "cmoe", "S2A2E8", WINDOWS, output=output, resume=True)
-    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True, command="x")
+        moesaic.convert(dense, recipe, "S2A2E8", WINDOWS, output=output, resume=True)
+    moesaic.convert(dense, recipe, "S3A3E8", WINDOWS, output=output, resume=True, command="x")
     assert files(output) == files(tmp_path / "calm")
     assert not checkpoint.draft_folder(output).exists()
 
@@ -346,9 +361,11 @@ def test_a_model_in_memory_with_each_kind_of_text(shared: Path) -> None:
 
 def test_the_report_is_consistent() -> None:
     _, report = moesaic.convert(tiny_model("qwen3"), "cmoe", "S3A3E8", WINDOWS)
+    assert report.tokens == WINDOWS.numel()
     assert [layer.layer for layer in report.layers] == list(range(LAYERS))
     for layer in report.layers:
-        assert layer.tokens == WINDOWS.numel()
+        assert layer.tokens == WINDOWS.numel() // 8  # the last eighth
+        assert not layer.heldout  # cmoe fits nothing, so it profiles all tokens
         assert sum(layer.expert_load) == pytest.approx(3, abs=1e-4)
         assert 0 < layer.relative_error < 1
         assert 3 / 5 - 0.4 <= layer.router_recall <= 1
@@ -383,7 +400,7 @@ def test_static_keeps_the_best_neurons_without_a_router() -> None:
         ({"calibration": torch.rand(3, 9)}, "of whole numbers"),
         ({"calibration": tokens(2, 65)}, "exceed 64, the context"),
         ({"seed": 1.5}, "whole numbers"),
-        ({"layout": None}, "not of the form"),
+        ({"layout": 3}, "not of the form"),
         ({"calibration": torch.arange(3, 20)}, "has 17 tokens, one sample needs 64"),
         ({"device": "cpu"}, "keeps its dtype and device"),
         ({"seed": -1}, "outside 0"),

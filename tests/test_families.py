@@ -99,6 +99,26 @@ def test_save_then_load_is_bit_equal(family: str, tmp_path: Path) -> None:
 
 
 @family
+def test_thresholds_and_repair_save_and_load_bit_equal(family: str, tmp_path: Path) -> None:
+    ids = tokens(2, 48, seed=2)
+    model, report = moesaic.convert(
+        tiny_model(family), "moesaic-dynamic", "S3A3E8", tokens(32, CONTEXT, seed=1),
+        output=tmp_path / "out",
+    )  # fmt: skip
+    assert all(layer.heldout for layer in report.layers)
+    assert any(layer.repair != "none" for layer in report.layers)
+    loaded = load_model(tmp_path / "out")
+    assert config_of(loaded) == config_of(model)
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-5, atol=2e-6)
+    for implementation in ("eager", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-5, atol=1e-5)
+
+
+@family
 def test_experts_implementations_agree(family: str) -> None:
     ids = tokens(2, 48, seed=2)
     model, _ = converted(family)
@@ -111,8 +131,19 @@ def test_experts_implementations_agree(family: str) -> None:
 
 @family
 def test_generation_with_and_without_cache_agrees(family: str) -> None:
+    check_generation(family, "cmoe")
+
+
+@pytest.mark.parametrize("recipe", ["moesaic", "moesaic-dynamic", "moesaic-quadratic"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "phi3"])
+def test_fitted_routers_generate_with_and_without_cache(family: str, recipe: str) -> None:
+    """With a cache one token at a time passes through the block."""
+    check_generation(family, recipe)
+
+
+def check_generation(family: str, recipe: str) -> None:
     ids = tokens(2, 12, seed=2)
-    model, _ = converted(family)
+    model, _ = converted(family, recipe=recipe)
     ask = {
         "max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids),
         "pad_token_id": 0, "eos_token_id": None,
@@ -147,8 +178,11 @@ def test_every_parameter_gets_a_gradient_and_eager_agrees(family: str) -> None:
 def test_models_load_where_moesaic_is_not_installed(tmp_path: Path) -> None:
     ids = tokens(2, 24, seed=2)
     expected = {}
-    for name in FAMILIES:
-        model, _ = converted(name, output=tmp_path / name)
+    cases = [(name, "cmoe") for name in FAMILIES]
+    cases += [("llama", "moesaic-dynamic"), ("opt", "moesaic-quadratic"), ("phi3", "moesaic")]
+    for family, recipe in cases:
+        name = f"{family}-{recipe}"
+        model, _ = converted(family, recipe=recipe, output=tmp_path / name)
         expected[name] = logits(model, ids)
     script = """
 import sys, pathlib, torch
@@ -167,7 +201,12 @@ torch.save(found, folder / "found.pt")
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
         check=True,
-        env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "PATH": ""},
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(tmp_path / "cache"),
+            "PATH": "",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
     )
     found = torch.load(tmp_path / "found.pt")
@@ -225,9 +264,10 @@ def test_peft_wraps_the_fused_experts(family: str) -> None:
     assert any("lora_B" in name for name in trained)
 
 
+@pytest.mark.parametrize("recipe", ["cmoe", "moesaic"])
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_the_block_compiles_in_one_graph(family: str) -> None:
-    model, _ = converted(family)
+def test_the_block_compiles_in_one_graph(family: str, recipe: str) -> None:
+    model, _ = converted(family, recipe=recipe)
     block = model.base_model.get_submodule(model.config.moesaic["ffn"]["path"].format(0))
     x = torch.randn(2, 9, model.config.hidden_size)
     expected = block(x)

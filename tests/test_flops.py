@@ -167,13 +167,37 @@ def test_no_window_where_the_window_is_off() -> None:
 
 
 def test_a_tiny_mixture_by_hand() -> None:
-    """43 neurons at S3A3E8: 18 shared, experts of 5, stored as 8; the router has 5 neurons."""
+    """43 neurons at S3A3E8: 18 shared, experts of 5, stored as 8; the router has 5 neurons.
+
+    The padding is no work of the model's.
+    """
     macs = converted(LlamaConfig(**TINY), "cmoe", "S3A3E8", 10)
     assert macs.router == 10 * 3 * 2 * 5 * 16
-    assert macs.ffn == 10 * 3 * 3 * 16 * (18 + 3 * 8)
+    assert macs.ffn == 10 * 3 * 3 * 16 * (18 + 3 * 5)
     assert (macs.attention, macs.head) == (10 * ATTENTION, 10 * HEAD)
     assert macs.scores == dense(LlamaConfig(**TINY), 10).scores
     assert macs.active_ffn_fraction == (18 + 3 * 5) / 43
+
+
+@pytest.mark.parametrize("recipe", ["moesaic", "moesaic-dynamic"])
+def test_a_linear_router_is_one_matrix_and_thresholds_cost_nothing(recipe: str) -> None:
+    """The experts of a token are counted as many as run on average."""
+    macs = converted(LlamaConfig(**TINY), recipe, "S3A3E8")
+    assert macs.router == 3 * 5 * 16
+    assert macs.ffn == 3 * 3 * 16 * (18 + 3 * 5)
+
+
+def test_a_quadratic_router_by_hand() -> None:
+    """16 directions at most, since x has no more; 136 products of pairs beside x itself."""
+    macs = converted(LlamaConfig(**TINY), "moesaic-quadratic", "S3A3E8")
+    assert macs.router == 3 * (16 * 16 + 5 * (16 + 136))
+
+
+def test_repair_costs_nothing() -> None:
+    plain, repaired = (
+        converted(LlamaConfig(**TINY), recipe, "S3A3E8") for recipe in ("static", "static-repaired")
+    )
+    assert repaired == plain
 
 
 def test_a_mixture_without_a_shared_expert_by_hand() -> None:

@@ -150,49 +150,6 @@ def test_a_family_keeps_its_own_configuration_class() -> None:
     assert config_class.model_type == "moesaic"
 
 
-def test_the_meter_equals_a_double_loop() -> None:
-    from moesaic.adapters import find_ffns
-    from moesaic.carve import Partition, carve
-    from moesaic.measure import LayerMeter
-    from moesaic.plan import make_plan
-
-    model = tiny_model("qwen3")
-    ffn = find_ffns(model).read(0)
-    plan = make_plan(model.config, "tiny", "cmoe", "S3A3E8")
-    order = torch.randperm(52).numpy()
-    experts = order[22:].reshape(5, 6)
-    parts = Partition(order[:22], experts, experts[:, 0])
-    block = carve(ffn, parts, plan.recipe, plan.config)
-    x = torch.randn(24, 32)
-    meter = LayerMeter(ffn, parts, block, tokens=24)
-    meter(x[:7], block(x[:7]))
-    meter(x[7:], block(x[7:]))
-    report = meter.report(0, 1.0)
-    assert report.tokens == 24
-    hits = error = energy = kept = best = mass = 0.0
-    load = [0] * 5
-    for token in x:
-        h = ffn.hidden(token[None])[0]
-        outputs = [sum(h[i] * ffn.down_DF[:, i] for i in members.tolist()) for members in experts]
-        norms = [float(output.norm()) for output in outputs]
-        oracle = sorted(range(5), key=lambda j: -norms[j])[:3]
-        scores = [float(h[members[0]]) for members in experts]
-        chosen = sorted(range(5), key=lambda j: -scores[j])[:3]
-        hits += len(set(oracle) & set(chosen))
-        kept += sum(norms[j] ** 2 for j in chosen)
-        best += sum(norms[j] ** 2 for j in oracle)
-        mass += sum(norm**2 for norm in norms)
-        error += float(sum(outputs[j] for j in range(5) if j not in chosen).norm() ** 2)
-        energy += float((h @ ffn.down_DF.T).norm() ** 2)
-        for j in chosen:
-            load[j] += 1
-    assert report.router_recall == pytest.approx(hits / (24 * 3))
-    assert report.mass_kept == pytest.approx(kept / mass, rel=1e-4)
-    assert report.oracle_mass == pytest.approx(best / mass, rel=1e-4)
-    assert report.relative_error == pytest.approx(error / energy, rel=1e-4)
-    assert report.expert_load == pytest.approx([count / 24 for count in load], abs=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_scale_and_bias_in_float32(dtype: torch.dtype, tmp_path: Any) -> None:
     from transformers import AutoModelForCausalLM

@@ -13,14 +13,14 @@ from scipy.sparse import csr_array
 from torch.nn.functional import normalize
 
 from moesaic.adapters import DenseFFN
-from moesaic.carve import Partition, partition
 from moesaic.errors import MoesaicError
 from moesaic.grouping import balanced_kmeans
 from moesaic.importance import contribution, rate
-from moesaic.layout import Layout
+from moesaic.layout import Layout, Sizes
+from moesaic.partition import Partition, partition
 from moesaic.profile import Profile, profile_ffn
-from moesaic.recipe import RECIPES
-from moesaic.routers import representative
+from moesaic.recipe import RECIPES, Recipe
+from moesaic.routers import REPRESENTATIVE, representative
 from tests import reference
 
 Columns = NDArray[np.int64]
@@ -45,7 +45,15 @@ def identity_ffn(size: int) -> DenseFFN:
 
 
 def profile_of(a_TF: Columns) -> Profile:
-    return Profile(csr_array(a_TF.astype(np.int32)), a_TF.sum(axis=0).astype(np.float64))
+    sum_F = a_TF.sum(axis=0).astype(np.float64)
+    return Profile(len(a_TF), sum_F, sum_F, csr_array(a_TF.astype(np.int32)))
+
+
+def cluster(
+    profile: Profile, candidates_N: NDArray[np.int64], r: int, rounds: int, seed: int = 0
+) -> NDArray[np.int64]:
+    """Balanced k-means reads nothing of the FFN."""
+    return balanced_kmeans(profile, identity_ffn(1), candidates_N, r, rounds, generator(seed))
 
 
 def random_marks(tokens: int, neurons: int, top_k: int, seed: int) -> Columns:
@@ -162,7 +170,7 @@ def test_every_round_reaches_the_optimum_of_the_reference(r: int, seed: int) -> 
     a_TN, profile = a_TF[:, candidates_N], profile_of(a_TF)
     centroid_TR = a_TN[:, reference.seeds(a_TN, r)].astype(np.float64)
     for rounds in range(1, 6):
-        experts_RM = balanced_kmeans(profile, candidates_N, r, rounds, generator())
+        experts_RM = cluster(profile, candidates_N, r, rounds)
         expert_N = assignment_of(experts_RM, candidates_N)
         cost_NR = reference.squared_distances(a_TN, centroid_TR)
         best_N = reference.balanced_assignment(cost_NR)
@@ -185,7 +193,7 @@ def test_same_experts_as_the_reference_where_every_optimum_is_unique(
     assert len(history) == settled, "choose other data"
     results = []
     for rounds in range(1, settled + 3):
-        experts_RM = balanced_kmeans(profile_of(a_TF), candidates_N, r, rounds, generator())
+        experts_RM = cluster(profile_of(a_TF), candidates_N, r, rounds)
         _, expected_N = history[min(rounds, settled) - 1]
         assert experts_RM.tolist() == experts_of(expected_N, candidates_N, r)
         results.append(experts_RM.tolist())
@@ -198,9 +206,9 @@ def test_token_order_does_not_matter(seed: int) -> None:
     """Few tokens and few marks: most optima are tied, and still the result is the same."""
     a_TF = random_marks(25, 24, 3, seed)
     neurons = np.arange(24)
-    expected = balanced_kmeans(profile_of(a_TF), neurons, 4, 20, generator())
+    expected = cluster(profile_of(a_TF), neurons, 4, 20)
     shuffled = profile_of(generator(seed).permutation(a_TF))
-    given = balanced_kmeans(shuffled, neurons, 4, 20, generator(99))
+    given = cluster(shuffled, neurons, 4, 20, 99)
     assert np.array_equal(given, expected)
     chosen = representative(profile_of(a_TF), expected, generator())
     assert np.array_equal(representative(shuffled, expected, generator()), chosen)
@@ -209,13 +217,13 @@ def test_token_order_does_not_matter(seed: int) -> None:
 def test_equally_active_seeds_are_those_of_lowest_index() -> None:
     """Expert j grows around seed j, so the order of the experts shows the order of the seeds."""
     a_TF = np.array([[1, 0, 0, 1], [1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0]])
-    experts_RM = balanced_kmeans(profile_of(a_TF), np.arange(4), 2, 1, generator())
+    experts_RM = cluster(profile_of(a_TF), np.arange(4), 2, 1)
     assert experts_RM.tolist() == [[0, 3], [1, 2]]
 
 
 def test_the_most_active_candidate_is_the_first_seed() -> None:
     a_TF = np.array([[1, 0, 0, 1], [1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 1, 0]])
-    experts_RM = balanced_kmeans(profile_of(a_TF), np.arange(4), 2, 1, generator())
+    experts_RM = cluster(profile_of(a_TF), np.arange(4), 2, 1)
     assert experts_RM.tolist() == [[1, 2], [0, 3]]
 
 
@@ -224,8 +232,8 @@ def test_a_shared_neuron_is_never_a_seed_nor_a_member() -> None:
     a_TF = random_marks(80, 13, 4, seed=3)
     a_TF[:, 0] = 1
     candidates_N = np.arange(1, 13)
-    with_it = balanced_kmeans(profile_of(a_TF), candidates_N, 3, 20, generator())
-    without = balanced_kmeans(profile_of(a_TF[:, 1:]), np.arange(12), 3, 20, generator())
+    with_it = cluster(profile_of(a_TF), candidates_N, 3, 20)
+    without = cluster(profile_of(a_TF[:, 1:]), np.arange(12), 3, 20)
     assert np.array_equal(with_it, without + 1)
 
 
@@ -233,7 +241,7 @@ def test_a_shared_neuron_is_never_a_seed_nor_a_member() -> None:
 def test_experts_partition_the_candidates(r: int) -> None:
     a_TF = random_marks(70, 24, 5, seed=r)
     candidates_N = np.setdiff1d(np.arange(24), reference.seeds(a_TF, 6))
-    experts_RM = balanced_kmeans(profile_of(a_TF), candidates_N, r, 20, generator())
+    experts_RM = cluster(profile_of(a_TF), candidates_N, r, 20)
     assert experts_RM.shape == (r, 18 // r)
     assert sorted(experts_RM.reshape(-1)) == candidates_N.tolist()
     assert (np.diff(experts_RM, axis=1) > 0).all()
@@ -268,7 +276,7 @@ def test_l1_and_squared_l2_differ_by_a_constant_of_the_centroid(seed: int) -> No
     balanced assignments, which a constant per expert does not move. Experts of 8: exact.
     """
     a_TF = random_marks(40, 24, 5, seed)
-    experts_RM = balanced_kmeans(profile_of(a_TF), np.arange(24), 3, 1, generator())
+    experts_RM = cluster(profile_of(a_TF), np.arange(24), 3, 1)
     centroid_TR = reference.centroids(a_TF, assignment_of(experts_RM, np.arange(24)), 3)
     l1_NR = reference.absolute_distances(a_TF, centroid_TR)
     l2_NR = reference.squared_distances(a_TF, centroid_TR)
@@ -291,7 +299,7 @@ def test_one_round_is_the_optimal_l1_assignment_to_the_seeds() -> None:
     a_TF = random_marks(100, 24, 5, seed=7)
     seed_TR = a_TF[:, reference.seeds(a_TF, 3)].astype(np.float64)
     l1_NR = reference.absolute_distances(a_TF, seed_TR)
-    experts_RM = balanced_kmeans(profile_of(a_TF), np.arange(24), 3, 1, generator())
+    experts_RM = cluster(profile_of(a_TF), np.arange(24), 3, 1)
     best = reference.cost_of(l1_NR, reference.balanced_assignment(l1_NR))
     assert reference.cost_of(l1_NR, assignment_of(experts_RM, np.arange(24))) == best
 
@@ -299,14 +307,28 @@ def test_one_round_is_the_optimal_l1_assignment_to_the_seeds() -> None:
 # --- the whole partition -----------------------------------------------------------------------
 
 
+def profile_for(recipe: Recipe, ffn: DenseFFN) -> Profile:
+    """What `fit_layer` asks for, of 60 tokens."""
+    top_k = recipe.activation_top_k if recipe.marks_active else None
+    sample_of = 60 if recipe.samples_hidden else None
+    return profile_ffn([torch.randn(60, 8)], ffn, top_k, recipe.normalise, sample_of)
+
+
+def sizes_of(name: str, layout: str, neurons: int) -> Sizes:
+    """The neuron oracle has the same budget in experts of one neuron."""
+    sizes = Layout.parse(layout).sizes(neurons)
+    alone = RECIPES[name].grouping == "neurons"
+    return Sizes(0, 1, sizes.total, sizes.active) if alone else sizes
+
+
 def parts_of(
     name: str, layout: str = "S3A3E8", neurons: int = 43
 ) -> tuple[Partition, DenseFFN, Profile]:
     """43 neurons at E8: experts of 5, and 3 left over."""
     recipe, ffn = RECIPES[name], random_ffn(neurons=neurons)
-    profile = profile_ffn([torch.randn(60, 8)], ffn, recipe.activation_top_k, recipe.normalise)
-    sizes = Layout.parse(layout).sizes(neurons)
-    return partition(profile, ffn, recipe, sizes, generator()), ffn, profile
+    profile = profile_for(recipe, ffn)
+    parts = partition(profile, ffn, recipe, sizes_of(name, layout, neurons), generator())
+    return parts, ffn, profile
 
 
 ROUTED = [name for name, recipe in RECIPES.items() if recipe.routed]
@@ -315,14 +337,17 @@ ROUTED = [name for name, recipe in RECIPES.items() if recipe.routed]
 @pytest.mark.parametrize("layout", ["S3A3E8", "S0A1E1", "S0A2E3", "S1A1E2", "S40A1E43"])
 @pytest.mark.parametrize("name", ROUTED)
 def test_shared_and_routed_neurons_are_a_permutation(name: str, layout: str) -> None:
-    parts, _, _ = parts_of(name, layout)
-    sizes = Layout.parse(layout).sizes(43)
+    parts, _, profile = parts_of(name, layout)
+    sizes = sizes_of(name, layout, 43)
     assert parts.shared_S.shape == (sizes.shared,)
     assert parts.experts_RM.shape == (sizes.num_routed, sizes.expert)
     everyone = np.concatenate([parts.shared_S, parts.experts_RM.reshape(-1)])
     assert sorted(everyone.tolist()) == list(range(43))
-    for chosen, members_M in zip(parts.representative_R, parts.experts_RM, strict=True):
-        assert chosen in members_M
+    assert parts.neurons_N.tolist() == everyone.tolist()
+    if (represent := REPRESENTATIVE.get(RECIPES[name].router)) is not None:
+        chosen_R = represent(profile, parts.experts_RM, generator())
+        for chosen, members_M in zip(chosen_R, parts.experts_RM, strict=True):
+            assert chosen in members_M
 
 
 @pytest.mark.parametrize("name", ROUTED)
@@ -335,11 +360,12 @@ def test_all_experts_together_are_the_dense_ffn(name: str) -> None:
         return ffn.gate_FD[neurons], ffn.up_FD[neurons], ffn.down_DF[:, neurons]
 
     experts = [cut(members_M) for members_M in parts.experts_RM]
-    index_TK = torch.arange(5).repeat(7, 1)
-    together = reference.moe_forward(x_TD, cut(parts.shared_S), experts, index_TK, torch.ones(7, 5))
+    r = len(experts)
+    index_TK = torch.arange(r).repeat(7, 1)
+    together = reference.moe_forward(x_TD, cut(parts.shared_S), experts, index_TK, torch.ones(7, r))
     torch.testing.assert_close(together, ffn.output(ffn.hidden(x_TD)), rtol=1e-4, atol=1e-4)
     fewer = reference.moe_forward(
-        x_TD, cut(parts.shared_S), experts, index_TK[:, :4], torch.ones(7, 4)
+        x_TD, cut(parts.shared_S), experts, index_TK[:, :-1], torch.ones(7, r - 1)
     )
     assert not torch.allclose(fewer, together, rtol=1e-2, atol=1e-2)
 
@@ -366,19 +392,21 @@ def test_static_keeps_the_best_active_neurons() -> None:
     parts, ffn, profile = parts_of("static")
     active = Layout.parse("S3A3E8").sizes(43).active
     assert active == 33
-    assert parts.experts_RM.size == parts.representative_R.size == 0
+    assert parts.experts_RM.size == 0
     score_F = contribution(profile, ffn, generator())
     best = sorted(range(43), key=lambda i: -score_F[i])[:active]
     assert parts.shared_S.tolist() == sorted(best)
 
 
 def three_draws(name: str) -> Iterator[tuple[list[int], list[list[int]], list[int]]]:
-    ffn = random_ffn(neurons=40)
-    profile = profile_ffn([torch.randn(60, 8)], ffn, 10, False)
+    recipe, ffn = RECIPES[name], random_ffn(neurons=40)
+    profile = profile_for(recipe, ffn)
+    represent = REPRESENTATIVE.get(recipe.router, lambda *_: np.empty(0, dtype=np.int64))
     for seed in (0, 0, 1):
-        sizes = Layout.parse("S3A3E8").sizes(40)
-        parts = partition(profile, ffn, RECIPES[name], sizes, generator(seed))
-        yield parts.shared_S.tolist(), parts.experts_RM.tolist(), parts.representative_R.tolist()
+        draws = generator(seed)
+        parts = partition(profile, ffn, recipe, sizes_of(name, "S3A3E8", 40), draws)
+        chosen_R = represent(profile, parts.experts_RM, draws)
+        yield parts.shared_S.tolist(), parts.experts_RM.tolist(), chosen_R.tolist()
 
 
 def test_random_depends_on_the_seed_and_on_nothing_else() -> None:
@@ -387,7 +415,7 @@ def test_random_depends_on_the_seed_and_on_nothing_else() -> None:
     assert all(mine != theirs for mine, theirs in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["cmoe", "cmoe-code", "static"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "random"])
 def test_only_random_draws(name: str) -> None:
     first, _, other = three_draws(name)
     assert first == other

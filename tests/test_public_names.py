@@ -13,6 +13,7 @@ def test_public_names() -> None:
         "MoesaicError",
         "Recipe",
         "__version__",
+        "compare",
         "convert",
         "load_recipe",
         "perplexity",

@@ -50,7 +50,8 @@ def test_the_released_code_differs_from_the_paper_in_these_fields_only() -> None
 
 
 def test_only_static_does_not_route() -> None:
-    assert [name for name, recipe in RECIPES.items() if not recipe.routed] == ["static"]
+    unrouted = [name for name, recipe in RECIPES.items() if not recipe.routed]
+    assert unrouted == ["static", "static-repaired"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -103,6 +104,10 @@ def test_an_unknown_recipe_lists_the_known() -> None:
         ("base: cmoe\ngrouping: kmeans", "unknown grouping 'kmeans': did you mean balanced-kmeans"),
         ("base: cmoe\nrouter: representive", "'representive': did you mean representative"),
         ("base: cmoe\ngrouping: null", "unknown grouping 'None': did you mean none"),
+        ("base: moesaic\ngating: treshold", "unknown gating 'treshold': did you mean threshold"),
+        ("base: moesaic\nrepair: least squares", "did you mean least-squares"),
+        ("base: moesaic\nrouter: linera", "unknown router 'linera': did you mean linear"),
+        ("base: moesaic\nimportance: varience", "did you mean variance"),
     ],
 )
 def test_an_unknown_name_in_a_file_suggests_the_nearest(
@@ -119,7 +124,7 @@ def test_no_groups_and_no_router_go_together(tmp_path: Path, text: str) -> None:
         load_recipe(write(tmp_path, text))
 
 
-@pytest.mark.parametrize("field", ["activation_top_k", "kmeans_rounds"])
+@pytest.mark.parametrize("field", ["activation_top_k", "kmeans_rounds", "features"])
 @pytest.mark.parametrize("value", ["0", "-1", "2.5", "'3'", "null", "[3]", "true"])
 def test_a_count_that_is_not_a_positive_whole_number(
     tmp_path: Path, field: str, value: str
@@ -128,7 +133,51 @@ def test_a_count_that_is_not_a_positive_whole_number(
         load_recipe(write(tmp_path, f"base: cmoe\n{field}: {value}"))
 
 
-@pytest.mark.parametrize("field", ["normalise", "absolute"])
+@pytest.mark.parametrize("value", ["0", "-1", "2.5", "'3'", "[3]", "true"])
+def test_a_cap_that_is_not_a_positive_whole_number(tmp_path: Path, value: str) -> None:
+    with pytest.raises(MoesaicError, match=r"cap is .* must be"):
+        load_recipe(write(tmp_path, f"base: moesaic-dynamic\ncap: {value}"))
+
+
+@pytest.mark.parametrize("value", ["-1", "2.5", "null", "true"])
+def test_rounds_of_re_assignment_are_whole_and_may_be_none(tmp_path: Path, value: str) -> None:
+    with pytest.raises(MoesaicError, match=r"reassign_rounds is .* must be"):
+        load_recipe(write(tmp_path, f"base: moesaic\nreassign_rounds: {value}"))
+    assert load_recipe(write(tmp_path, "base: moesaic\nreassign_rounds: 0")).reassign_rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: moesaic\ncap: 4", "a cap limits threshold gating"),
+        ("base: cmoe\nintercept: true", "an intercept comes from a repair"),
+        ("base: oracle\ngating: threshold", "threshold gating needs a router, not 'oracle'"),
+        ("base: static\ngating: threshold", "threshold gating needs a router, not 'none'"),
+        ("base: cmoe-code\nimportance: contribution", "of a normalised FFN means nothing"),
+    ],
+)
+def test_choices_that_contradict_each_other(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(MoesaicError, match=message):
+        load_recipe(write(tmp_path, text))
+
+
+def test_what_a_recipe_needs_of_the_tokens() -> None:
+    fits = [name for name, recipe in RECIPES.items() if recipe.fits]
+    assert fits == [
+        "moesaic", "moesaic-dynamic", "moesaic-quadratic", "static-repaired", "oracle",
+    ]  # fmt: skip
+    assert not any(RECIPES[name].marks_active for name in fits)
+    assert all(RECIPES[name].marks_active for name in ("cmoe", "cmoe-code"))
+    assert all(RECIPES[name].samples_hidden for name in fits if name != "static-repaired")
+
+
+def test_the_exportable_recipe_is_top_k_with_a_linear_router_and_no_intercept() -> None:
+    """What stock architectures can hold."""
+    moesaic = RECIPES["moesaic"]
+    assert (moesaic.router, moesaic.gating, moesaic.intercept) == ("linear", "topk", False)
+
+
+@pytest.mark.parametrize("field", ["normalise", "absolute", "intercept"])
 @pytest.mark.parametrize("value", ["'false'", "3", "null"])
 def test_a_switch_that_is_neither_true_nor_false(tmp_path: Path, field: str, value: str) -> None:
     with pytest.raises(MoesaicError, match=field):

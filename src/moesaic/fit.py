@@ -6,7 +6,7 @@ Shape suffixes: T tokens, D hidden_size, R routed experts, M neurons of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ import torch
 
 from moesaic.adapters import DenseFFN
 from moesaic.carve import carve, neuron_rows
-from moesaic.gating import thresholds
+from moesaic.errors import MoesaicError
+from moesaic.gating import budget_thresholds
 from moesaic.inputs import Inputs
 from moesaic.layout import Sizes
 from moesaic.masked import Choose, MaskedBlock, masked_view, subset
@@ -22,7 +23,7 @@ from moesaic.modeling import MoesaicBlock, MoesaicRouter
 from moesaic.partition import Partition, partition
 from moesaic.profile import Profile, profile_ffn
 from moesaic.recipe import Recipe
-from moesaic.repair import Kept, Repair, choose_repairs
+from moesaic.repair import NOTHING, Kept, Repair, choose_repairs
 from moesaic.routers import (
     FITTED,
     REPRESENTATIVE,
@@ -32,6 +33,8 @@ from moesaic.routers import (
     linear,
     oracle,
 )
+
+FLOAT32_MOST = 1e38
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,15 @@ def fit_layer(
         recipe.importance == "observability",
     )
     tick("profile")
+    energy_F = profile.energy_F * ffn.down_DF.double().square().sum(0).cpu().numpy()
+    if not energy_F.sum() * len(energy_F) < FLOAT32_MOST:
+        raise MoesaicError(
+            f"the FFN's outputs have an energy of {energy_F.sum():.2g}, beyond float32's range: "
+            "its weights or activations are broken"
+        )
     parts = partition(profile, ffn, recipe, sizes, generator)
     tick("partition")
     device = ffn.up_FD.device
-    energy_F = profile.energy_F * ffn.down_DF.float().square().sum(0).cpu().double().numpy()
     best_F = np.argsort(-energy_F, kind="stable")
     static_N = torch.from_numpy(np.sort(best_F[: sizes.active])).to(device)
     dead = int((energy_F == 0).sum())
@@ -101,7 +109,7 @@ def fit_layer(
         repaired = repair.apply(ffn, kept)
         notes += [repair.note] if repair.note else []
         if not all(torch.isfinite(tensor).all() for tensor in repaired.tensors().values()):
-            repaired = ffn
+            repaired, repair = ffn, replace(repair, candidate=NOTHING)
             notes.append(f"repair skipped: it exceeds the range of {ffn.up_FD.dtype}")
         tick("repair")
     if recipe.router == "oracle":
@@ -166,5 +174,10 @@ def fit_router(
         router.load_state_dict(rows, strict=False)
     if recipe.gating == "threshold":
         score_TR = torch.cat([router.scores(x_TD) for x_TD in inputs.fit()])
-        router.selection_bias.copy_(-thresholds(score_TR, sizes.num_active / sizes.num_routed))
+
+        def count(threshold_R: torch.Tensor) -> int:
+            router.selection_bias.copy_(-threshold_R)
+            return int(router.choose(score_TR).sum())
+
+        router.selection_bias.copy_(-budget_thresholds(score_TR, sizes.num_active, count))
     return router

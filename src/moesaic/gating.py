@@ -5,7 +5,11 @@ Shape suffixes: T tokens, R routed experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+ALWAYS = 1e30  # further from any score than float32 tells apart
 
 
 @torch.no_grad()
@@ -14,15 +18,43 @@ def thresholds(score_TR: torch.Tensor, share: float) -> torch.Tensor:
 
     Loads are equal by construction, and the mean number of experts a token runs is share * R, up
     to ties and rounding. A threshold lies half-way between two scores; where they are equal, and
-    for a share of all or no tokens, it lies at the score below. O(T R log T).
+    for a share of no tokens, it lies at the score below; for all tokens it is below any score.
+    O(T R log T).
     """
     tokens = len(score_TR)
     above = min(max(round(share * tokens), 0), tokens)
-    sorted_TR = score_TR.sort(dim=0, descending=True).values
-    if above == tokens:
-        return sorted_TR[-1] - 1
+    return _cut(score_TR.sort(dim=0, descending=True).values, above)
+
+
+def _cut(sorted_TR: torch.Tensor, above: int) -> torch.Tensor:
+    if above == len(sorted_TR):
+        return torch.full_like(sorted_TR[0], -ALWAYS)
     if above == 0:
-        return sorted_TR[0]
+        return sorted_TR[0].clone()
     upper_R, lower_R = sorted_TR[above - 1], sorted_TR[above]
     middle_R = lower_R + (upper_R - lower_R) / 2
     return torch.where(middle_R < upper_R, middle_R, lower_R)
+
+
+@torch.no_grad()
+def budget_thresholds(
+    score_TR: torch.Tensor, mean_active: float, count: Callable[[torch.Tensor], int]
+) -> torch.Tensor:
+    """Thresholds (R,) of equal loads for which `count` pairs run, mean_active * T at the most.
+
+    `count` maps thresholds to the pairs that the gating really runs: an expert for every token
+    that passes none comes on top of the loads, and a cap takes some away. Bisects over the tokens
+    of each expert; the mean is exact up to R pairs, one token more or less for every expert.
+    """
+    tokens, routed = score_TR.shape
+    if mean_active >= routed:
+        return thresholds(score_TR, 1.0)
+    sorted_TR = score_TR.sort(dim=0, descending=True).values
+    fits, exceeds = 0, tokens
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        if count(_cut(sorted_TR, middle)) <= mean_active * tokens:
+            fits = middle
+        else:
+            exceeds = middle
+    return _cut(sorted_TR, fits)

@@ -81,7 +81,7 @@ def make_plans(
     recipe = load_recipe(recipe)
     if layout is not None and sparsity is not None:
         raise MoesaicError(f"layout {layout} and sparsity {sparsity}: give one, it fixes the other")
-    if isinstance(layout, str):
+    if layout is not None and not isinstance(layout, Layout):
         layout = Layout.parse(layout)
     skeleton = meta_model(config, trust_remote_code)
     ffns = find_ffns(skeleton)

@@ -78,7 +78,7 @@ def profile_ffn(
             gram_FF.addmm_(h_TF.T, h_TF)
         if sample_of:
             first = -tokens % stride
-            sample_x.append(x_TD[first::stride].float())
+            sample_x.append(x_TD[first::stride].float().clone())
             sample_h.append(h_TF[first::stride].clone())
         tokens += len(x_TD)
         if top_k:

@@ -34,7 +34,7 @@ class MoesaicRouter(nn.Module):
         moe = config.moesaic
         ffn, router, num_routed = moe["ffn"], moe["router"], moe["num_routed"]
         self.num_active, self.absolute = moe["num_active"], router["absolute"]
-        self.gating, self.cap = router["gating"], router["cap"] or num_routed
+        self.gating, self.cap = router["gating"], min(router["cap"] or num_routed, num_routed)
         self.gate_proj = self.up_proj = self.score_proj = self.feature_proj = None
         hidden, directions = config.hidden_size, router["features"]
         if router["kind"] in ("linear", "quadratic"):
@@ -87,13 +87,15 @@ class MoesaicRouter(nn.Module):
     def choose(self, scores_TR: torch.Tensor) -> torch.Tensor:
         """Which experts run (T, R), under either gating."""
         biased_TR = scores_TR + self.selection_bias
-        top_k = self.num_active if self.gating == "topk" else self.cap
-        index_TK = biased_TR.topk(top_k, dim=-1).indices
-        chosen_TR = torch.zeros_like(biased_TR, dtype=torch.bool).scatter_(1, index_TK, True)
+        none_TR = torch.zeros_like(biased_TR, dtype=torch.bool)
         if self.gating == "topk":
-            return chosen_TR
-        chosen_TR &= biased_TR > 0
-        return chosen_TR.scatter_(1, index_TK[:, :1], True)
+            index_TK = biased_TR.topk(self.num_active, dim=-1).indices
+            return none_TR.scatter_(1, index_TK, True)
+        chosen_TR = (biased_TR > 0).scatter_(1, biased_TR.argmax(-1, keepdim=True), True)
+        if self.cap < biased_TR.shape[1]:
+            index_TK = biased_TR.topk(self.cap, dim=-1).indices
+            chosen_TR &= none_TR.scatter_(1, index_TK, True)
+        return chosen_TR
 
     def _gates(self, scores_TR: torch.Tensor) -> torch.Tensor:
         return 1 + scores_TR.softmax(dim=-1) * self.expert_scale

@@ -4,7 +4,7 @@ Each ingredient maps (moments, intercept) to candidates; `choose` takes the one 
 tokens it was not fitted to, or none.
 """
 
-from moesaic.repair.choose import Kept, Repair, choose_repairs
+from moesaic.repair.choose import NOTHING, Kept, Repair, choose_repairs
 from moesaic.repair.least_squares import least_squares
 from moesaic.repair.mean import mean_compensation
 from moesaic.repair.moments import Moments
@@ -12,6 +12,7 @@ from moesaic.repair.moments import Moments
 REPAIRS = ("none", "mean", "least-squares")
 
 __all__ = [
+    "NOTHING",
     "REPAIRS",
     "Kept",
     "Moments",

@@ -103,7 +103,13 @@ def _candidates(
     neurons = moments.neurons
     if method == "least-squares" and moments.tokens >= TOKENS_PER_NEURON * neurons:
         found = least_squares(moments, intercept)
-        note = None if found else "repair skipped: no neuron is ever active"
+        if not found:
+            found = mean_compensation(moments, intercept)
+            note = (
+                "least squares has nothing to fit to: mean compensation instead"
+                if found
+                else "repair skipped: no neuron is ever active"
+            )
     else:
         found = mean_compensation(moments, intercept)
         if method == "least-squares":

@@ -27,21 +27,23 @@ class Ridge:
 
     @classmethod
     def of(cls, blocks: Blocks, centre: bool, ridge: float = RIDGE) -> Ridge:
-        """Streams the Gram matrix in float32, factorises it in float64: 2 T P^2 + P^3 / 3 FLOPs."""
+        """Streams the Gram matrix in float32, factorises it in float64: 2 T P^2 + P^3 / 3 FLOPs.
+
+        The mean comes off first: taken off the Gram matrix, a large one would leave rounding only.
+        """
+        mean_P = mean_of(blocks) if centre else torch.zeros(())
         gram_PP: torch.Tensor | float = 0.0
-        sum_P: torch.Tensor | float = 0.0
-        tokens = 0
+        energy = 0.0
         for phi_TP in blocks():
-            gram_PP = gram_PP + phi_TP.T @ phi_TP
-            sum_P = sum_P + phi_TP.sum(0)
-            tokens += len(phi_TP)
+            centred_TP = phi_TP - mean_P.to(phi_TP.device)
+            gram_PP = gram_PP + centred_TP.T @ centred_TP
+            energy += phi_TP.square().sum(dtype=torch.float64).item()
         assert isinstance(gram_PP, torch.Tensor)
-        assert isinstance(sum_P, torch.Tensor)
-        gram_PP, mean_P = gram_PP.double(), sum_P.double() / tokens * centre
-        gram_PP -= tokens * torch.outer(mean_P, mean_P)
-        damping = (ridge * gram_PP.diagonal().mean()).clamp(min=1e-30)
-        gram_PP.diagonal().add_(damping)
-        return cls(mean_P.float(), torch.linalg.cholesky(gram_PP))
+        gram_PP = gram_PP.double()
+        # Where nothing varies, no less than rounding makes of it.
+        least = max(1e-10 * energy / len(gram_PP), 1e-30)
+        gram_PP.diagonal().add_((ridge * gram_PP.diagonal().mean()).clamp(min=least))
+        return cls(mean_P.to(gram_PP.device), torch.linalg.cholesky(gram_PP))
 
     def solve(self, blocks: Blocks, target_TR: torch.Tensor) -> torch.Tensor:
         """Coefficients (P, R) of the least squares fit to a target; 2 T P R FLOPs."""
@@ -56,6 +58,17 @@ class Ridge:
 
     def scores(self, blocks: Blocks, weight_PR: torch.Tensor) -> torch.Tensor:
         return torch.cat([(phi_TP - self.mean_P) @ weight_PR for phi_TP in blocks()])
+
+
+def mean_of(blocks: Blocks) -> torch.Tensor:
+    """Mean of the features over tokens (P,), summed in float64."""
+    sum_P: torch.Tensor | float = 0.0
+    tokens = 0
+    for phi_TP in blocks():
+        sum_P = sum_P + phi_TP.sum(0, dtype=torch.float64)
+        tokens += len(phi_TP)
+    assert isinstance(sum_P, torch.Tensor)
+    return (sum_P / tokens).float()
 
 
 def log_energy(energy_TR: torch.Tensor, dim: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from moesaic.routers.linear import Blocks
+from moesaic.routers.linear import Blocks, mean_of
 
 
 @torch.no_grad()
@@ -18,18 +18,15 @@ def directions(blocks: Blocks, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     follow; products of pairs can. Costs 2 T D^2 FLOPs and an eigendecomposition in float64.
     Fewer than `count` axes where x has no more variance.
     """
+    mean_D = mean_of(blocks)
     gram_DD: torch.Tensor | float = 0.0
-    sum_D: torch.Tensor | float = 0.0
     tokens = 0
     for x_TD in blocks():
-        gram_DD = gram_DD + x_TD.T @ x_TD
-        sum_D = sum_D + x_TD.sum(0)
+        gram_DD = gram_DD + (x_TD - mean_D).T @ (x_TD - mean_D)
         tokens += len(x_TD)
     assert isinstance(gram_DD, torch.Tensor)
-    assert isinstance(sum_D, torch.Tensor)
-    mean_D = sum_D.double() / tokens
-    covariance_DD = gram_DD.double() / tokens - torch.outer(mean_D, mean_D)
-    variance_D, axes_DD = torch.linalg.eigh(covariance_DD)
+    mean_D = mean_D.double()
+    variance_D, axes_DD = torch.linalg.eigh(gram_DD.double() / tokens)
     variance_C, axes_DC = variance_D[-count:].flip(0), axes_DD[:, -count:].flip(1)
     # Each axis' sign is the eigensolver's choice; take the one with a positive largest entry.
     peak_C = axes_DC.gather(0, axes_DC.abs().argmax(0, keepdim=True))[0]

@@ -1,0 +1,163 @@
+"""`compare`: equal tokens and budgets for all, ranked, resumable."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesaic
+from moesaic.cli import main
+from moesaic.compare import REFERENCES
+from moesaic.errors import MoesaicError
+from moesaic.ranking import ORACLES, ranked, remarks
+
+SMALL: dict[str, Any] = {
+    "calibration": "demo", "seeds": 2, "samples": 2, "sequence_length": 64, "max_tokens": 256,
+    "sparsity": (0.5,), "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("compare")
+    return moesaic.compare("demo", ["cmoe"], output=folder, **SMALL), folder
+
+
+def test_every_row_has_the_same_budget_and_all_seeds(result: tuple[dict[str, Any], Path]) -> None:
+    rows = {row["recipe"]: row for row in result[0]["rows"]}
+    assert set(rows) == {"cmoe", *REFERENCES}
+    for row in rows.values():
+        assert row["active_ffn_fraction"] == pytest.approx(0.5, abs=0.01)
+        assert row["seeds"] == 2
+    ratios = [row["ratio"]["demo"] for row in result[0]["rows"]]
+    assert ratios == sorted(ratios)
+    assert rows["neuron-oracle"]["ratio"]["demo"] < rows["random"]["ratio"]["demo"]
+
+
+def test_a_cell_is_what_convert_and_perplexity_give(result: tuple[dict[str, Any], Path]) -> None:
+    from moesaic.data import sample_windows, to_ids
+    from moesaic.load import load_model, load_tokenizer
+
+    row = next(row for row in result[0]["rows"] if row["recipe"] == "static-repaired")
+    cell = next(
+        cell for cell in result[0]["cells"].values()
+        if cell["recipe"] == "static-repaired" and cell["seed"] == 1
+    )  # fmt: skip
+    tokenizer = load_tokenizer("demo")
+    model, _ = moesaic.convert(
+        load_model("demo", "float32"), "static-repaired", row["layout"],
+        sample_windows(to_ids("demo", tokenizer), 2, 64, 1), seed=1,
+    )  # fmt: skip
+    value, _ = moesaic.perplexity(model, to_ids("demo", tokenizer, heldout=True), 64, 256)
+    assert cell["perplexity"]["demo"] == pytest.approx(value, rel=1e-4)
+
+
+def test_it_writes_table_and_plot_and_resumes(
+    result: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, folder = result
+    page = (folder / "compare.md").read_text()
+    assert all(f"| {name} |" in page for name in ("cmoe", *REFERENCES))
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(MoesaicError, match="--resume"):
+        moesaic.compare("demo", ["cmoe"], output=folder, **SMALL)
+    # A killed run: one cell is missing, and only that one is made again.
+    kept = json.loads((folder / "compare.json").read_text())
+    missing = next(key for key in kept["cells"] if key.startswith("cmoe"))
+    del kept["cells"][missing]
+    (folder / "compare.json").write_text(json.dumps(kept))
+    made: list[str] = []
+    again = moesaic.compare(
+        "demo", ["cmoe"], output=folder, resume=True, progress=made.append, **SMALL
+    )
+    assert len(made) == 1
+    assert made[0].startswith("cmoe")
+    for old, new in zip(first["rows"], again["rows"], strict=True):
+        assert new["ratio"]["demo"] == pytest.approx(old["ratio"]["demo"], rel=1e-6)
+    with pytest.raises(MoesaicError, match="max_tokens"):
+        moesaic.compare("demo", ["cmoe"], output=folder, resume=True, **SMALL | {"max_tokens": 128})
+
+
+def test_static_may_spend_the_routers_work_too() -> None:
+    small = SMALL | {"seeds": 1}
+    rows = moesaic.compare("demo", ["moesaic"], references=("static-repaired",), **small)["rows"]
+    found = {row["recipe"]: row for row in rows}
+    routed, static = found["moesaic"], found["static-repaired, MACs of moesaic"]
+    assert static["macs"] == pytest.approx(routed["macs"], abs=0.002)
+    assert static["macs"] >= routed["macs"]
+    assert static["active_ffn_fraction"] > routed["active_ffn_fraction"]
+
+
+def test_ranking_by_hand() -> None:
+    def cell(recipe: str, seed: int, value: float) -> dict[str, Any]:
+        return {
+            "recipe": recipe, "sparsity": 0.5, "seed": seed, "perplexity": {"t": value},
+            "layout": "S1A1E2", "active_ffn_fraction": 0.5, "macs": 0.6,
+            "load_max_over_mean": 1.5 + seed, "dead_experts": seed, "better_static": [seed],
+        }  # fmt: skip
+
+    cells = [cell("cmoe", 0, 8.0), cell("cmoe", 1, 12.0), cell("static-repaired", 0, 6.0)]
+    rows = ranked({str(i): c for i, c in enumerate(cells)}, {"t": 4.0})
+    assert [row["recipe"] for row in rows] == ["static-repaired", "cmoe"]
+    assert rows[1]["ratio"]["t"] == 2.5
+    assert rows[1]["spread"]["t"] == pytest.approx(0.5**0.5)
+    assert rows[0]["spread"]["t"] is None
+    assert (rows[1]["load_max_over_mean"], rows[1]["dead_experts"]) == (2.5, 1)
+    assert rows[1]["better_static"] == [0, 1]
+    assert remarks(rows) == ["at sparsity 0.5 static-repaired beats cmoe"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seeds": 0}, "at least 1"),
+        ({"max_tokens": 1}, "2 tokens"),
+        ({"sparsity": ()}, "1 sparsity"),
+        ({"sparsity": (1.5,)}, "outside"),
+        ({"grain": "huge"}, "grain"),
+    ],
+)
+def test_bad_input_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(MoesaicError, match=reason):
+        moesaic.compare("demo", ["moesaic"], **SMALL | changes)
+
+
+def test_unknown_and_repeated_recipes_are_refused() -> None:
+    with pytest.raises(MoesaicError, match="unknown recipe"):
+        moesaic.compare("demo", ["moesaik"], **SMALL)
+    with pytest.raises(MoesaicError, match="once"):
+        moesaic.compare("demo", ["cmoe", "cmoe"], **SMALL)
+
+
+def test_the_command_prints_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    words = [
+        "moesaic",
+        "compare",
+        "demo",
+        "--recipes",
+        "cmoe",
+        "--layout",
+        "S1A1E2",
+        "--seeds",
+        "1",
+    ]
+    words += ["--samples", "1", "--sequence-length", "32", "--max-tokens", "64"]
+    monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    printed = capsys.readouterr().out
+    assert "one layout" in printed
+    assert all(name in printed for name in ("cmoe", *ORACLES))
+    monkeypatch.setattr(sys, "argv", ["moesaic", "compare", "demo", "--sparsity", "half"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "0.25,0.5" in capsys.readouterr().err

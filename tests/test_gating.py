@@ -1,0 +1,266 @@
+"""Thresholds: loads, ties, who runs; and the block under threshold gating against a slow twin.
+
+Shape suffixes: T tokens, R routed experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import silu
+
+import moesaic
+from moesaic.gating import thresholds
+from tests import reference
+from tests.families import CONTEXT, tiny_model, tokens
+from tests.test_modeling import matrices
+
+FITTED = ["moesaic", "moesaic-dynamic", "moesaic-quadratic"]
+
+
+def exceed(score_TR: torch.Tensor, threshold_R: torch.Tensor) -> list[int]:
+    """As the router decides: score + selection_bias > 0, the bias minus the threshold."""
+    return ((score_TR + -threshold_R) > 0).sum(0).tolist()
+
+
+# --- thresholds --------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(1, 60), st.integers(1, 5), st.floats(0, 1), st.integers(0, 10**6),
+    st.sampled_from([1e-20, 1e-3, 1.0, 1e4]),
+)  # fmt: skip
+def test_exactly_the_share_exceeds_where_scores_differ(
+    count: int, experts: int, share: float, seed: int, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ranks = [torch.randperm(count, generator=generator) for _ in range(experts)]
+    score_TR = (torch.stack(ranks, dim=1) - count // 2).float() * scale
+    threshold_R = thresholds(score_TR, share)
+    assert threshold_R.shape == (experts,)
+    assert exceed(score_TR, threshold_R) == [round(share * count)] * experts
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=1, max_size=20), st.floats(0, 1))
+def test_ties_never_let_more_through(values: list[float], share: float) -> None:
+    """Fewer, where the score at the boundary ties with one below it."""
+    score_T1 = torch.tensor(values)[:, None]
+    above = round(share * len(values))
+    (number,) = exceed(score_T1, thresholds(score_T1, share))
+    most = sorted(values, reverse=True)
+    if above == len(values) or above == 0 or most[above - 1] > most[above]:
+        assert number == above
+    else:
+        assert number == sum(value > most[above] for value in values) < above
+
+
+@pytest.mark.parametrize(
+    ("share", "threshold"), [(0, 7.0), (0.25, 6.0), (0.5, 4.0), (0.75, 2.0), (1, -1e30)]
+)
+def test_by_hand(share: float, threshold: float) -> None:
+    """Half-way between two scores; at the largest for nobody, below the smallest for all."""
+    assert thresholds(torch.tensor([[3.0], [7.0], [1.0], [5.0]]), share).tolist() == [
+        pytest.approx(threshold)
+    ]
+
+
+def test_every_expert_has_its_own_threshold_and_order_does_not_matter() -> None:
+    score_TR = torch.randn(101, 4) * torch.tensor([1.0, 10.0, 0.1, 3.0]) + torch.arange(4.0)
+    threshold_R = thresholds(score_TR, 0.3)
+    assert exceed(score_TR, threshold_R) == [30] * 4
+    assert torch.equal(thresholds(score_TR.flip(0), 0.3), threshold_R)
+    assert torch.equal(thresholds(score_TR[:, 1:2], 0.3), threshold_R[1:2])
+
+
+def test_neighbouring_floats_can_be_told_apart() -> None:
+    low = torch.tensor(1.0)
+    high = torch.nextafter(low, torch.tensor(2.0))
+    score_TR = torch.stack([low, high, high, low])[:, None]
+    assert exceed(score_TR, thresholds(score_TR, 0.5)) == [2]
+
+
+@pytest.mark.parametrize("largest", [1e3, 1e7])
+def test_all_tokens_pass_whatever_the_size_of_scores(largest: float) -> None:
+    score_TR = torch.rand(50, 3) * largest
+    assert exceed(score_TR + largest, thresholds(score_TR + largest, 1.0)) == [50] * 3
+
+
+# --- who runs ----------------------------------------------------------------------------------
+
+
+def block_of(recipe: str, family: str = "qwen3", layout: str = "S3A3E8", **more: Any) -> Any:
+    changed = replace(moesaic.RECIPES[recipe], **more)
+    model, _ = moesaic.convert(tiny_model(family), changed, layout, tokens(4, CONTEXT, seed=1))
+    path = model.config.moesaic["ffn"]["path"].format(1)
+    return model.base_model.get_submodule(path).requires_grad_(True)
+
+
+def router_with(cap: int | None, experts: int = 5) -> Any:
+    router = block_of("moesaic-dynamic", cap=cap).router
+    assert router.selection_bias.shape == (experts,)
+    return router
+
+
+@pytest.mark.parametrize("cap", [None, 1, 2, 4, 5])
+def test_who_runs_equals_the_loop_over_tokens(cap: int | None) -> None:
+    """Every expert above zero, the best one always, the best `cap` at most."""
+    router = router_with(cap)
+    score_TR = torch.randn(300, 5) * 4
+    router.selection_bias.copy_(torch.tensor([-1.0, -0.5, 0.0, 0.5, -1.5]))
+    biased_TR = (score_TR + router.selection_bias).double().numpy()
+    expected = reference.threshold_choice(biased_TR, cap or 5)
+    given_TR = router.choose(score_TR)
+    assert given_TR.dtype == torch.bool
+    assert [row.nonzero()[:, 0].tolist() for row in given_TR] == [sorted(row) for row in expected]
+    counts = given_TR.sum(1)
+    assert counts.min() == 1
+    assert counts.max() == (cap or 5)
+    assert ((biased_TR <= 0).all(axis=1)).any()
+
+
+def test_a_score_of_exactly_zero_does_not_run() -> None:
+    router = router_with(None)
+    router.selection_bias.copy_(torch.tensor([0.0, 0.0, -1.0, -1.0, -1.0]))
+    scores = torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0], [-1.0, 0.0, 0.0, 0.0, 0.0]])
+    assert router.choose(scores).int().tolist() == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+
+
+def test_a_cap_of_more_experts_than_there_are_is_no_cap() -> None:
+    router = router_with(99)
+    router.selection_bias.fill_(100.0)
+    assert router.choose(torch.randn(4, 5)).all()
+
+
+@pytest.mark.parametrize("recipe", FITTED)
+def test_pairs_are_what_choose_says_in_order_of_tokens(recipe: str) -> None:
+    router = block_of(recipe).router
+    x = torch.randn(40, 32)
+    with torch.no_grad():
+        router.expert_scale.normal_()
+    token_P, expert_P, gate_P = router.pairs(x)
+    chosen = router.choose(router.scores(x))
+    assert torch.equal(torch.stack([token_P, expert_P], dim=1), chosen.nonzero())
+    probability = router.scores(x).softmax(-1)
+    for token, expert, gate in zip(token_P, expert_P, gate_P, strict=True):
+        expected = 1 + probability[token, expert] * router.expert_scale[expert]
+        torch.testing.assert_close(gate, expected)
+
+
+def first_layer(recipe: str, layout: str, **more: Any) -> tuple[Any, torch.Tensor]:
+    """The first layer's router, and its scores of the tokens it was fitted to: 7 of 8 windows."""
+    model, seen, windows = tiny_model("qwen3"), [], tokens(8, CONTEXT, seed=1)
+    moesaic.convert(model, replace(moesaic.RECIPES[recipe], **more), layout, windows)
+    block = model.model.layers[0].mlp
+    block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=windows)
+    x = seen[0].reshape(-1, 32)[: 7 * CONTEXT]
+    return block.router, block.router.scores(x).detach()
+
+
+@pytest.mark.parametrize("recipe", ["moesaic-dynamic", "moesaic-quadratic"])
+def test_every_expert_passes_its_threshold_for_as_many_tokens(recipe: str) -> None:
+    """Up to one token, since the layer's input is rounded anew."""
+    router, score_TR = first_layer(recipe, "S3A3E8")
+    above_R = (score_TR + router.selection_bias > 0).sum(0)
+    assert above_R.max() - above_R.min() <= 2
+
+
+@pytest.mark.parametrize("layout", ["S3A3E8", "S1A1E8", "S0A1E13", "S0A6E13"])
+@pytest.mark.parametrize("recipe", ["moesaic-dynamic", "moesaic-quadratic"])
+def test_the_mean_number_of_experts_is_the_budget(recipe: str, layout: str) -> None:
+    """Counting those that run because no expert passes its threshold: a token runs one at least."""
+    router, score_TR = first_layer(recipe, layout)
+    counts_T = router.choose(score_TR).sum(1).float()
+    assert counts_T.min() >= 1
+    assert counts_T.mean() == pytest.approx(router.num_active, rel=0.01)
+
+
+# --- scores ------------------------------------------------------------------------------------
+
+
+def test_linear_scores_are_a_matrix_product() -> None:
+    router = block_of("moesaic").router
+    x = torch.randn(9, 32)
+    assert router.feature_proj is None
+    torch.testing.assert_close(router.scores(x), x @ router.score_proj.weight.T)
+
+
+def test_quadratic_features_are_products_of_pairs_after_the_input() -> None:
+    router = block_of("moesaic-quadratic", features=5).router
+    x = torch.randn(9, 32)
+    z = x @ router.feature_proj.weight.T + router.feature_proj.bias
+    products = [z[:, i] * z[:, j] for i in range(5) for j in range(i, 5)]
+    expected = torch.cat([x, torch.stack(products, dim=1)], dim=1)
+    torch.testing.assert_close(router.features(x), expected)
+    torch.testing.assert_close(router.scores(x), expected @ router.score_proj.weight.T)
+
+
+def test_bfloat16_scores_are_computed_in_float32() -> None:
+    router = block_of("moesaic-quadratic").router
+    x = torch.randn(9, 32).bfloat16()
+    router.score_proj.bfloat16()
+    router.feature_proj.bfloat16()
+    scores = router.scores(x)
+    assert scores.dtype == torch.float32
+    router.score_proj.float()
+    router.feature_proj.float()
+    torch.testing.assert_close(scores, router.scores(x.float()), rtol=1e-6, atol=1e-6)
+
+
+# --- the block ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("count", [1, 2, 17])
+@pytest.mark.parametrize("recipe", ["moesaic-dynamic", "moesaic-quadratic"])
+def test_outputs_and_gradients_equal_the_loop_over_tokens(
+    recipe: str, implementation: str, count: int
+) -> None:
+    block = block_of(recipe, cap=4)
+    block.experts.config._experts_implementation_internal = implementation
+    with torch.no_grad():
+        block.router.expert_scale.normal_()
+    x = torch.randn(count, 32, requires_grad=True)
+    probe = torch.randn(count, 32)
+    (block(x) * probe).sum().backward()
+    fast = {name: p.grad.clone() for name, p in block.named_parameters() if p.grad is not None}
+    block.zero_grad()
+    twin_x = x.detach().clone().requires_grad_(True)
+    scores = block.router.scores(twin_x)
+    biased = (scores + block.router.selection_bias).detach().double().numpy()
+    index = [torch.tensor(sorted(row)) for row in reference.threshold_choice(biased, 4)]
+    gates = 1 + scores.softmax(-1) * block.router.expert_scale
+    chosen_gates = [gate_R[index_K] for gate_R, index_K in zip(gates, index, strict=True)]
+    shared, experts = matrices(block)
+    y = reference.moe_forward(twin_x, shared, experts, index, chosen_gates, silu)
+    y = y + block.output_bias
+    torch.testing.assert_close(block(x), y, rtol=1e-5, atol=1e-5)
+    (y * probe).sum().backward()
+    slow = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+    assert fast.keys() == slow.keys()
+    assert {"router.expert_scale", "router.score_proj.weight", "output_bias"} <= fast.keys()
+    for name, value in fast.items() | {("x", x.grad)}:
+        expected = twin_x.grad if name == "x" else slow[name]
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_tokens_run_different_numbers_of_experts() -> None:
+    """Else the tests above would check top-k again."""
+    router = block_of("moesaic-dynamic").router
+    counts = router.choose(router.scores(torch.randn(200, 32))).sum(1)
+    assert len(set(counts.tolist())) >= 3
+
+
+def test_the_twin_of_the_choice_by_hand() -> None:
+    biased = np.array([[1.0, 3.0, 2.0, -1.0], [-2.0, -1.0, -3.0, -4.0], [5.0, 6.0, 7.0, 8.0]])
+    assert reference.threshold_choice(biased, 4) == [[1, 2, 0], [1], [3, 2, 1, 0]]
+    assert reference.threshold_choice(biased, 2) == [[1, 2], [1], [3, 2]]

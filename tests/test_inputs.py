@@ -1,0 +1,57 @@
+"""Calibration tokens: which are fitted on, which are held out, and in which order they come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesaic.inputs import HELD_OUT, Inputs
+
+CPU = torch.device("cpu")
+
+
+def inputs_of(tokens: int, size: int, hold_out: bool) -> tuple[torch.Tensor, Inputs]:
+    x_TD = torch.arange(tokens * 2.0).view(tokens, 2)
+    return x_TD, Inputs(iter(x_TD.split(size)), tokens, hold_out, CPU, CPU)
+
+
+def joined(blocks: object) -> torch.Tensor:
+    return torch.cat([torch.empty(0, 2), *blocks])  # type: ignore[misc]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 200), st.integers(1, 64), st.booleans())
+def test_the_last_eighth_is_held_out_whatever_the_blocks(
+    tokens: int, size: int, hold_out: bool
+) -> None:
+    x_TD, inputs = inputs_of(tokens, size, hold_out)
+    held = max(tokens // HELD_OUT, 1)
+    assert torch.equal(joined(inputs.held()), x_TD[tokens - held :])
+    if hold_out and tokens >= HELD_OUT:
+        assert inputs.hold_out
+        assert inputs.tokens == tokens - held
+        assert torch.equal(joined(inputs.fit()), x_TD[: tokens - held])
+    else:
+        assert not inputs.hold_out
+        assert inputs.tokens == tokens
+        assert torch.equal(joined(inputs.fit()), x_TD)
+
+
+@pytest.mark.parametrize("hold_out", [True, False])
+def test_every_pass_gives_the_same_blocks(hold_out: bool) -> None:
+    _, inputs = inputs_of(100, 7, hold_out)
+    for blocks in (inputs.fit, inputs.held):
+        first, second = list(blocks()), list(blocks())
+        assert [len(x) for x in first] == [len(x) for x in second]
+        assert all(0 < len(x) <= 7 for x in first)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_fewer_tokens_than_can_be_split_are_fitted_on_and_measured() -> None:
+    """And the report says that they were not held out."""
+    x_TD, inputs = inputs_of(7, 3, hold_out=True)
+    assert not inputs.hold_out
+    assert torch.equal(joined(inputs.fit()), x_TD)
+    assert torch.equal(joined(inputs.held()), x_TD[-1:])

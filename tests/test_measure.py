@@ -1,0 +1,256 @@
+"""What a layer's report says, against a double loop over tokens and experts.
+
+Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, M neurons of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import moesaic
+from moesaic.adapters import DenseFFN, find_ffns
+from moesaic.carve import carve, neuron_rows
+from moesaic.fit import Fitted
+from moesaic.inputs import Inputs
+from moesaic.masked import masked_view
+from moesaic.measure import LayerReport, measure_layer
+from moesaic.partition import Partition
+from moesaic.plan import make_plan
+from moesaic.repair import Kept, choose_repairs
+from tests.families import CONTEXT, tiny_model, tokens
+
+CPU = torch.device("cpu")
+HELD, SEED = 24, 5
+SHARED, R, K, M = 22, 5, 3, 6  # S3A3E8 of 52 neurons
+
+
+@dataclass
+class Layer:
+    """A layer cut at random, whose router copies the first neuron of each expert."""
+
+    ffn: DenseFFN
+    plan: Any
+    parts: Partition
+    inputs: Inputs
+    x_TD: torch.Tensor  # held out
+    static_N: torch.Tensor
+
+    def fitted(self, intercept: bool | None) -> Fitted:
+        """With a least-squares repair unless `intercept` is None."""
+        neurons_R = self.parts.experts_RM[:, 0]
+        rows = neuron_rows(self.ffn, neurons_R)
+        config = self.plan.config
+        block = carve(self.ffn, self.parts, rows, config)
+        masked = masked_view(block, self.ffn, config)
+        if intercept is None:
+            return Fitted(block, masked, self.parts, self.static_N, [])
+        kept = Kept(
+            torch.from_numpy(self.parts.neurons_N),
+            lambda x_TD: self.parts.mask(block.router.choose(block.router.scores(x_TD))),
+        )
+        both = [kept, Kept(self.static_N)]
+        repairs = choose_repairs(self.inputs, self.ffn, both, "least-squares", intercept)
+        config.moesaic["output_bias"] = intercept or self.ffn.down_bias_D is not None
+        block = carve(repairs[0].apply(self.ffn, kept), self.parts, rows, config)
+        masked = masked_view(block, self.ffn, config)
+        return Fitted(block, masked, self.parts, self.static_N, ["said"], *repairs)
+
+    def report(self, fitted: Fitted) -> LayerReport:
+        return measure_layer(2, self.inputs, self.ffn, fitted, self.plan.sizes, SEED, 1.5)
+
+
+def random_layer(family: str = "qwen3", hold_out: bool = True) -> Layer:
+    model = tiny_model(family)
+    ffn = find_ffns(model).read(0)
+    # Few directions and a mean, so that the neurons that run tell what the others would add.
+    x_TD = torch.randn(8 * HELD, 4) @ torch.randn(4, 32) / 2 + torch.randn(32)
+    order = torch.randperm(52).numpy()
+    return Layer(
+        ffn,
+        make_plan(model.config, "tiny", "cmoe", "S3A3E8"),
+        Partition(order[:SHARED], order[SHARED:].reshape(R, M)),
+        Inputs(x_TD.split(7), len(x_TD), hold_out, CPU, CPU),
+        x_TD[-HELD:],
+        torch.randperm(52)[: SHARED + K * M],
+    )
+
+
+def lost(layer: Layer, runs: list[list[int]], base: DenseFFN | None = None) -> float:
+    """Squared error of running these neurons of each token, over the output's own energy.
+
+    Neither counts the dense FFN's output bias, nor that of `base`, whose output vectors run.
+    """
+    error = energy = 0.0
+    for token, neurons in zip(layer.x_TD, runs, strict=True):
+        h_F = layer.ffn.hidden(token[None])[0].double()
+        dense_D = layer.ffn.down_DF.double() @ h_F
+        down_DF = (base or layer.ffn).down_DF.double()
+        output_D = down_DF[:, neurons] @ h_F[neurons]
+        error += float((output_D - dense_D).square().sum())
+        energy += float(dense_D.square().sum())
+    return error / energy
+
+
+def scores_and_norms(layer: Layer) -> tuple[list[list[float]], list[list[float]]]:
+    """Of every expert and token: the first member's activation, and the output's norm."""
+    scores, norms = [], []
+    for token in layer.x_TD:
+        h_F = layer.ffn.hidden(token[None])[0]
+        outputs = [
+            sum(h_F[i] * layer.ffn.down_DF[:, i] for i in members.tolist())
+            for members in layer.parts.experts_RM
+        ]
+        norms.append([float(output.norm()) for output in outputs])
+        scores.append([float(h_F[members[0]]) for members in layer.parts.experts_RM])
+    return scores, norms
+
+
+def best(values: list[float], count: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: -values[i])[:count]
+
+
+def neurons_of(layer: Layer, experts: list[int]) -> list[int]:
+    return [*layer.parts.shared_S, *layer.parts.experts_RM[experts].reshape(-1)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])  # without and with biases
+def test_routing_equals_a_double_loop(family: str) -> None:
+    layer = random_layer(family)
+    report = layer.report(layer.fitted(intercept=None))
+    assert (report.layer, report.seconds, report.tokens) == (2, 1.5, HELD)
+    hits = kept = most = mass = 0.0
+    load = [0] * R
+    chosen = []
+    for scores, norms in zip(*scores_and_norms(layer), strict=True):
+        runs, oracle = best(scores, K), best(norms, K)
+        chosen.append(neurons_of(layer, runs))
+        hits += len(set(oracle) & set(runs))
+        kept += sum(norms[j] ** 2 for j in runs)
+        most += sum(norms[j] ** 2 for j in oracle)
+        mass += sum(norm**2 for norm in norms)
+        for j in runs:
+            load[j] += 1
+    assert report.router_recall == pytest.approx(hits / (HELD * K))
+    assert report.mass_kept == pytest.approx(kept / mass, rel=1e-4)
+    assert report.oracle_mass == pytest.approx(most / mass, rel=1e-4)
+    assert report.expert_load == pytest.approx([count / HELD for count in load], abs=1e-5)
+    assert report.relative_error == pytest.approx(lost(layer, chosen), rel=1e-4)
+    assert report.references["unrepaired"] == pytest.approx(report.relative_error, rel=1e-4)
+    assert report.repair is None
+    idle = load.count(0)
+    said = [f"{idle} experts of {R} run for none of the measured tokens"] if idle else []
+    assert report.notes == said
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("intercept", [True, False, None])
+def test_references_equal_a_double_loop(family: str, intercept: bool | None) -> None:
+    layer = random_layer(family)
+    fitted = layer.fitted(intercept)
+    report = layer.report(fitted)
+    scores, norms = scores_and_norms(layer)
+    active = SHARED + K * M
+    contributions = [
+        [
+            abs(float(layer.ffn.hidden(token[None])[0, i])) * float(layer.ffn.down_DF[:, i].norm())
+            for i in range(52)
+        ]
+        for token in layer.x_TD
+    ]
+    noise = torch.rand(HELD, 52, generator=torch.Generator().manual_seed(SEED)).tolist()
+    static = [layer.static_N.tolist()] * HELD
+    expected = {
+        "static": lost(layer, static),
+        "unrepaired": lost(layer, [neurons_of(layer, best(row, K)) for row in scores]),
+        "oracle": lost(layer, [neurons_of(layer, best(row, K)) for row in norms]),
+        "random": lost(layer, [best(row, active) for row in noise]),
+        "neuron-oracle": lost(layer, [best(row, active) for row in contributions]),
+    }
+    if intercept is not None:
+        assert report.repair.startswith("least squares")
+        expected["static-repaired"] = fitted.static_repair.error_after
+    assert report.references == pytest.approx(expected, rel=1e-3)
+    assert report.references["neuron-oracle"] < report.references["random"]
+    assert report.references["oracle"] <= report.references["unrepaired"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("intercept", [True, False])
+def test_the_repaired_layer_has_the_error_that_the_choice_saw(family: str, intercept: bool) -> None:
+    layer = random_layer(family)
+    fitted = layer.fitted(intercept)
+    report = layer.report(fitted)
+    assert report.relative_error == pytest.approx(fitted.repair.error_after, rel=1e-3)
+    assert report.references["unrepaired"] == pytest.approx(fitted.repair.error_before, rel=1e-3)
+    assert report.references["static"] == pytest.approx(fitted.static_repair.error_before, rel=1e-3)
+    assert report.relative_error < report.references["unrepaired"]
+    assert report.repair == fitted.repair.candidate.name
+    assert report.notes[0] == "said"
+
+
+def test_at_most_so_many_tokens_evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moesaic.measure.MOST_TOKENS", 10)
+    layer = random_layer()
+    report = layer.report(layer.fitted(intercept=None))
+    layer.x_TD = layer.x_TD[::3]
+    assert report.tokens == 8
+    runs = [neurons_of(layer, best(row, K)) for row in scores_and_norms(layer)[0]]
+    assert report.relative_error == pytest.approx(lost(layer, runs), rel=1e-4)
+
+
+@pytest.mark.parametrize("hold_out", [True, False])
+def test_the_report_says_whether_the_tokens_were_held_out(hold_out: bool) -> None:
+    layer = random_layer(hold_out=hold_out)
+    report = layer.report(layer.fitted(intercept=None))
+    assert report.heldout == hold_out
+    assert report.tokens == HELD
+
+
+def test_an_ffn_that_puts_out_nothing() -> None:
+    layer = random_layer()
+    layer.ffn = replace(layer.ffn, down_DF=torch.zeros_like(layer.ffn.down_DF))
+    report = layer.report(layer.fitted(intercept=None))
+    numbers = [report.relative_error, report.mass_kept, report.oracle_mass]
+    assert [*numbers, *report.references.values()] == [0.0] * (len(report.references) + 3)
+    assert np.isfinite(report.router_recall)
+
+
+def report_with(error: float, references: dict[str, float], routed: bool = True) -> LayerReport:
+    recall = 0.5 if routed else None
+    return LayerReport(0, None, 8, True, error, references, recall)
+
+
+@pytest.mark.parametrize(
+    ("error", "references", "better"),
+    [
+        (0.1, {"static": 0.2, "static-repaired": 0.15}, None),
+        (0.1, {"static": 0.05, "static-repaired": 0.01}, "static-repaired"),
+        (0.1, {"static": 0.05, "static-repaired": 0.2}, "static"),
+        (0.1, {"static": 0.05}, "static"),
+        (0.1, {"static": 0.1}, None),
+        (0.1, {"random": 0.01, "oracle": 0.01}, None),
+        (0.1, {}, None),
+    ],
+)
+def test_static_that_loses_less_is_named(
+    error: float, references: dict[str, float], better: str | None
+) -> None:
+    assert report_with(error, references).better_static == better
+    assert report_with(error, references, routed=False).better_static is None
+
+
+def test_reports_survive_json(tmp_path: Any) -> None:
+    """A resumed run reads them back."""
+    import json
+
+    _, report = moesaic.convert(
+        tiny_model("llama"), "moesaic", "S3A3E8", tokens(4, CONTEXT, seed=1)
+    )
+    for layer in report.layers:
+        again = LayerReport(seconds=None, **json.loads(json.dumps(layer.to_dict(timing=False))))
+        assert again == replace(layer, seconds=None)

@@ -1,0 +1,131 @@
+"""Layouts for a sparsity, and the search for the best of them or for a target ratio."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moesaic
+from moesaic.adapters import find_ffns
+from moesaic.errors import MoesaicError
+from moesaic.layout import GRAINS, layouts_for
+from moesaic.plan import Plan, make_plans
+from moesaic.search import choose_plan, find_plan
+from tests.families import tiny_model
+
+
+def windows(count: int = 8, length: int = 32) -> torch.Tensor:
+    return torch.randint(0, 96, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "expected"), [(0.25, "S3A3E8"), (0.5, "S2A2E8"), (0.75, "S1A1E8")]
+)
+def test_a_sparsity_gives_the_papers_layouts(sparsity: float, expected: str) -> None:
+    assert [str(found) for found in layouts_for(sparsity, 11008, experts=8)] == [expected]
+
+
+def test_layouts_of_a_7b_model() -> None:
+    found = [str(layout) for layout in layouts_for(0.25, 11008, "medium")]
+    assert found == ["S1A23E32", "S4A20E32", "S1A11E16", "S2A10E16"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(0.05, 0.95),
+    st.integers(16, 20_000),
+    st.sampled_from([*GRAINS]),
+)
+def test_layouts_meet_the_sparsity_within_half_an_expert(
+    sparsity: float, neurons: int, grain: str
+) -> None:
+    try:
+        found = layouts_for(sparsity, neurons, grain)
+    except MoesaicError:
+        return
+    for layout in found:
+        sizes = layout.sizes(neurons)
+        assert layout.num_total <= GRAINS[grain]
+        assert sizes.total == neurons
+        assert abs(sizes.active - (1 - sparsity) * neurons) <= sizes.expert / 2 + 1e-6
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 1.0, -0.5, float("nan")])
+def test_a_sparsity_outside_its_range_is_refused(sparsity: float) -> None:
+    with pytest.raises(MoesaicError, match="outside"):
+        layouts_for(sparsity, 768)
+
+
+def test_a_sparsity_out_of_reach_is_refused() -> None:
+    with pytest.raises(MoesaicError, match="reaches it"):
+        layouts_for(0.99, 172, "coarse")
+    with pytest.raises(MoesaicError, match="grain"):
+        layouts_for(0.5, 172, "huge")
+
+
+def test_the_plan_with_the_least_error_is_chosen_and_nothing_is_changed() -> None:
+    model = tiny_model("llama").eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plans = make_plans(model.config, "tiny", "moesaic", sparsity=0.5)
+    assert len(plans) > 1
+    plan, errors = choose_plan(plans, find_ffns(model), windows(), torch.device("cpu"), 0)
+    assert set(errors) == {str(each.layout) for each in plans}
+    assert errors[str(plan.layout)] == min(errors.values())
+    after = model.state_dict()
+    assert set(after) == set(before)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def first_plan() -> Plan:
+    return make_plans(tiny_model("llama").config, "tiny", "moesaic", layout="S1A3E12")[0]
+
+
+def plan_of(layout: Any) -> Plan:
+    return replace(first_plan(), layout=layout)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 10))
+def test_bisection_finds_the_smallest_budget_within_the_target(smallest: int) -> None:
+    def ratio_of(plan: Plan) -> float:
+        return 1.5 if plan.layout.num_active < smallest else 1.01
+
+    plan, tried = find_plan(first_plan(), plan_of, 1.02, ratio_of, lambda line: None)
+    assert plan.layout.num_active == smallest
+    assert len(tried) <= 5  # the largest budget, then log2 of 10
+
+
+def test_a_target_out_of_reach_says_the_best_ratio() -> None:
+    with pytest.raises(MoesaicError, match=r"gives 1\.3000"):
+        find_plan(first_plan(), plan_of, 1.02, lambda plan: 1.3, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"target_ratio": 1.1, "layout": "S1A3E12"}, "no layout"),
+        ({"target_ratio": 0.9}, "outside"),
+        ({"target_ratio": float("nan")}, "outside"),
+        ({"target_ratio": 1.1}, "held-out"),  # windows leave nothing to hold out
+        ({"sparsity": 0.5, "layout": "S1A3E12"}, "give one"),
+        ({"recipe": "oracle"}, "compare"),
+    ],
+)
+def test_contradicting_choices_are_refused(choice: dict[str, Any], reason: str) -> None:
+    with pytest.raises(MoesaicError, match=reason):
+        moesaic.convert(tiny_model("llama"), calibration=windows(), **choice)
+
+
+def test_convert_reaches_a_target_and_reports_what_it_tried() -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(0, 96, (4000,), generator=torch.Generator().manual_seed(1))
+    _, report = moesaic.convert(
+        model, calibration=ids, target_ratio=1.2, samples=8, sequence_length=32
+    )
+    assert report.search[report.layout] <= 1.2
+    assert report.active_ffn_fraction < 1
