@@ -78,7 +78,7 @@ def test_it_writes_table_and_plot_and_resumes(
     assert made[0].startswith("cmoe")
     for old, new in zip(first["rows"], again["rows"], strict=True):
         assert new["ratio"]["demo"] == pytest.approx(old["ratio"]["demo"], rel=1e-6)
-    with pytest.raises(MoesaicError, match="max_tokens"):
+    with pytest.raises(MoesaicError, match="texts"):
         moesaic.compare("demo", ["cmoe"], output=folder, resume=True, **SMALL | {"max_tokens": 128})
 
 
@@ -161,3 +161,19 @@ def test_the_command_prints_tables(
         main()
     assert stop.value.code == 2
     assert "0.25,0.5" in capsys.readouterr().err
+
+
+def test_a_reference_that_cannot_reach_the_budget_is_left_out() -> None:
+    said: list[str] = []
+    small = SMALL | {"sparsity": (0.95,), "seeds": 1}
+    rows = moesaic.compare(
+        "demo", ["static"], references=("random",), progress=said.append, **small
+    )["rows"]
+    assert [row["recipe"] for row in rows] == ["static"]
+    assert any(line.startswith("without random") for line in said)
+
+
+@pytest.mark.parametrize("samples", [0, -1, 10**12])
+def test_a_number_of_windows_out_of_range_is_refused(samples: int) -> None:
+    with pytest.raises(MoesaicError, match="samples"):
+        moesaic.compare("demo", ["static"], **SMALL | {"samples": samples})

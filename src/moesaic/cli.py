@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from huggingface_hub.utils import logging as hub_logging
 from rich.progress import Progress
@@ -106,6 +107,10 @@ def convert(
         if target_ratio is not None:
             check_target(target_ratio, layout, sparsity, ready.heldout_ids)
         todo = ready.plans[0]
+        if target_ratio is not None:
+            out.print(f"would search up to {todo.layout.num_routed} experts for {target_ratio}")
+            out.print(f"nothing was written to {output}")
+            return
         macs_table(f"{model}, {todo.layout}: {todo.shape}", todo.dense_macs, todo.macs, 1)
         if len(ready.plans) > 1:
             out.print(f"layouts to choose from: {', '.join(str(p.layout) for p in ready.plans)}")
@@ -205,6 +210,8 @@ def flops(
         macs_table(f"{model}, {config.moesaic['layout']}", None, ours, tokens)
         return
     todo = make_plan(config, model, recipe, layout, trust_remote_code=trust_remote_code)
+    if todo.recipe.router == "oracle":
+        raise MoesaicError(f"recipe {recipe!r} is a reference that computes every neuron")
     dense = count_macs(meta_model(config, trust_remote_code), tokens)
     ours = count_macs(meta_model(todo.config), tokens)
     macs_table(f"{model}, {layout}: {todo.shape}", dense, ours, tokens)
@@ -270,6 +277,9 @@ def main() -> None:
         code = app(standalone_mode=False)  # 130 after an interrupt
     except (MoesaicError, OSError) as error:
         code, message = 2, f"error: {' '.join(str(error).split())}"
+        err.print(message, markup=False, highlight=False)
+    except torch.OutOfMemoryError:
+        code, message = 2, "error: out of memory on the GPU; try --device cpu or fewer --samples"
         err.print(message, markup=False, highlight=False)
     except TyperException as error:
         code, message = 2, f"error: {error.format_message()} (see moesaic --help)"

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from moesaic.evaluate.perplexity import perplexity
 from moesaic.layers import convert_layers
 from moesaic.load import choose_device, load_config, load_model, load_tokenizer
 from moesaic.plan import Plan, make_plan
-from moesaic.prepare import hold_out, usual_samples
+from moesaic.prepare import check_samples, hold_out, usual_samples
 from moesaic.ranking import markdown, plot, ranked
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.routers import FITTED
@@ -56,12 +57,13 @@ def compare(
     """Perplexities of a model converted by each recipe: settings, `dense`, `cells`, `rows`.
 
     All recipes see the same windows of the same calibration text, `seeds` drawings of them; the
-    references are among the rows. A sparsity gives every recipe its own layout with
-    that share of the FFN neurons skipped; a `layout` gives all the same. A text that is the
-    calibration source itself is evaluated on what that keeps apart. With `output` writes
-    compare.json after every conversion, then compare.md and compare.png; `resume` goes on with
-    such a folder. Converted models are not kept. Costs per recipe, sparsity and seed one
-    conversion and one pass over every text. Raises MoesaicError for bad input.
+    references are among the rows. A sparsity gives every recipe its own layout that skips that
+    share of the FFN neurons as nearly as its number of experts allows (the rows say how many are
+    active, and a reference that cannot come near is left out); a `layout` gives all the same. A
+    text that is the calibration source itself is evaluated on what that keeps apart. With
+    `output` writes compare.json after every conversion, then compare.md and compare.png; `resume`
+    goes on with such a folder. Converted models are not kept. Costs per recipe, sparsity and seed
+    one conversion and one pass over every text. Raises MoesaicError for bad input.
     """
     chosen = [load_recipe(recipe) for recipe in recipes]
     known = {recipe.name for recipe in chosen}
@@ -78,14 +80,17 @@ def compare(
     budgets: list[dict[str, Any]] = (
         [{"layout": layout}] if layout else [{"sparsity": s, "grain": grain} for s in sparsity]
     )
-    plans = {
-        (recipe.name, budget.get("sparsity")): make_plan(
-            config, model, recipe, **budget, sequence_length=sequence_length,
-            trust_remote_code=trust_remote_code,
-        )
-        for budget in budgets
-        for recipe in chosen
-    }  # fmt: skip
+    plans: dict[tuple[str, float | None], Plan] = {}
+    for budget, recipe in product(budgets, chosen):
+        try:
+            plans[recipe.name, budget.get("sparsity")] = make_plan(
+                config, model, recipe, **budget, sequence_length=sequence_length,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+        except MoesaicError as error:
+            if recipe.name in known:
+                raise
+            progress(f"without {recipe.name}: {error}")
     if "static-repaired" in references:
         for budget in budgets:
             wanted = budget.get("sparsity")
@@ -93,8 +98,10 @@ def compare(
             if routed and (plan := _static_of_equal_macs(routed[0], config, sequence_length)):
                 plans[plan.recipe.name, wanted] = plan
     # One number for all: the recipe that needs most decides, or nobody's numbers are comparable.
-    samples = samples or max(usual_samples(plan) for plan in plans.values())
+    if samples is None:
+        samples = max(usual_samples(plan) for plan in plans.values())
     length = next(iter(plans.values())).sequence_length
+    check_samples(samples, length)
     tokenizer = load_tokenizer(model, trust_remote_code)
     ids, texts = _texts(calibration, text or [calibration], tokenizer, length)
     windows = [sample_windows(ids, samples, length, seed) for seed in range(seeds)]
@@ -108,10 +115,10 @@ def compare(
         "dtype": str(dense.dtype).removeprefix("torch."),
         "device": compute.type,
         "calibration": {"source": calibration, "samples": samples, "sequence_length": length},
-        "calibration_tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-        "texts": list(texts),
+        "calibration_tokens": _hash(ids),
+        "texts": {name: _hash(found[:max_tokens]) for name, found in texts.items()},
         "max_tokens": max_tokens,
-        "versions": {name: version(name) for name in ("moesaic", "torch", "transformers")},
+        "versions": {name: version(name) for name in ("moesaic", "torch", "transformers", "POT")},
     }
     check_stream(ffns, windows[0])
     result = _take_up(output, settings, resume)
@@ -167,7 +174,8 @@ def _texts(
     ids, apart, _ = hold_out(ids, calibration, tokenizer, length)
     texts = {}
     for source in sources:
-        if source != calibration or has_heldout_split(source):
+        same = Path(source).resolve() == Path(calibration).resolve()
+        if not same or has_heldout_split(source):
             texts[source] = to_ids(source, tokenizer, heldout=True)
         elif apart is not None:
             texts[source] = apart
@@ -216,6 +224,10 @@ def _perplexities(
     model: Any, texts: dict[str, torch.Tensor], length: int, max_tokens: int
 ) -> dict[str, float]:
     return {name: perplexity(model, ids, length, max_tokens)[0] for name, ids in texts.items()}
+
+
+def _hash(ids: torch.Tensor) -> str:
+    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
 
 
 def _digest(plan: Plan) -> str:

@@ -69,6 +69,8 @@ def fit_layer(
     energies where the router is fitted, one for the repair. Raises MoesaicError where hidden
     states are not finite.
     """
+    if inputs.device.type == "mps":
+        raise MoesaicError("conversions solve in float64, which mps has not; take --device cpu")
     profile = profile_ffn(
         inputs.fit(),
         ffn,
@@ -78,7 +80,9 @@ def fit_layer(
         recipe.importance == "observability",
     )
     tick("profile")
-    energy_F = profile.energy_F * ffn.down_DF.double().square().sum(0).cpu().numpy()
+    # Of the FFN as it is, where the profile is of a normalised one.
+    plain = profile_ffn(inputs.fit(), ffn) if recipe.normalise else profile
+    energy_F = plain.energy_F * ffn.down_DF.double().square().sum(0).cpu().numpy()
     if not energy_F.sum() * len(energy_F) < FLOAT32_MOST:
         raise MoesaicError(
             f"the FFN's outputs have an energy of {energy_F.sum():.2g}, beyond float32's range: "
@@ -103,7 +107,9 @@ def fit_layer(
     repaired = ffn
     if recipe.repair != "none":
         kept = Kept(neurons_N, choose and _mask(parts, choose))
-        both = [kept, Kept(static_N)] if recipe.routed else [kept]
+        # Static pruning by contribution is its own reference.
+        same = not recipe.routed and bool(torch.equal(neurons_N, static_N))
+        both = [kept] if same else [kept, Kept(static_N)]
         repairs = choose_repairs(inputs, ffn, both, recipe.repair, recipe.intercept)
         repair, static_repair = repairs[0], repairs[-1]
         repaired = repair.apply(ffn, kept)

@@ -24,7 +24,8 @@ MOST_TOKENS = 1024  # the oracle needs every expert's output, so a sample must d
 class LayerReport:
     """Quality of one converted layer on `tokens` calibration tokens.
 
-    `heldout` says that nothing was fitted to those tokens. `relative_error` is the paper's
+    `heldout` says that they lie in windows that nothing was fitted to (drawn at random, these may
+    overlap fitted ones where the text is short). `relative_error` is the paper's
     objective (eq. 2) over the output's own energy: mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2, and
     `references` are the same for other ways to spend the budget: `static` and `static-repaired`
     (the best neurons, the latter where the recipe repairs), `unrepaired` (this layer without its

@@ -75,13 +75,7 @@ def prepare(
         )
     if not isinstance(samples, int) or not isinstance(seed, int):
         raise MoesaicError(f"samples {samples!r} and seed {seed!r} must be whole numbers")
-    if samples < 1:
-        raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
-    if samples * todo.sequence_length > MOST_CALIBRATION_TOKENS:
-        raise MoesaicError(
-            f"{samples} samples of {todo.sequence_length} are over {MOST_CALIBRATION_TOKENS:,} "
-            "tokens, the most that are profiled; take fewer --samples"
-        )
+    check_samples(samples, todo.sequence_length)
     if not 0 <= seed < 2**31:
         raise MoesaicError(f"seed {seed} is outside 0..{2**31 - 1}")
     if output is not None:
@@ -99,6 +93,17 @@ def prepare(
             f"{name}"
         )
     return Prepared(plans, tokenizer, windows_NL, heldout_ids, heldout, config)
+
+
+def check_samples(samples: int, length: int) -> None:
+    """Raises MoesaicError for no calibration windows, or more than are profiled."""
+    if samples < 1:
+        raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
+    if samples * length > MOST_CALIBRATION_TOKENS:
+        raise MoesaicError(
+            f"{samples} samples of {length} are over {MOST_CALIBRATION_TOKENS:,} tokens, the most "
+            "that are profiled; take fewer --samples"
+        )
 
 
 def usual_samples(plan: Plan) -> int:

@@ -72,6 +72,10 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
             continue
         static = names.index("static-repaired")
         where = "" if sparsity is None else f"at sparsity {sparsity:g} "
+        for row in here:
+            active = row["active_ffn_fraction"]
+            if sparsity and abs(active - (1 - sparsity)) > 0.02 and "MACs" not in row["recipe"]:
+                lines.append(f"{where}{row['recipe']} runs {active:.1%}: its experts fit no nearer")
         for name in [name for name in names if name.startswith("static-repaired")]:
             behind = [
                 other for other in names[names.index(name) + 1 :]
@@ -80,9 +84,9 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
             if behind:
                 lines.append(f"{where}{name} beats {', '.join(behind)}")
         for row in here[:static]:
-            if row["better_static"]:
+            if row["better_static"] and row["recipe"] not in ORACLES:
                 layers = ", ".join(map(str, row["better_static"]))
-                lines.append(f"{where}{row['recipe']} loses to static pruning in layers {layers}")
+                lines.append(f"{where}static pruning beats {row['recipe']} in layer {layers}")
     return lines
 
 
@@ -123,7 +127,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     text = next(iter(result["dense"]))
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_prop_cycle(color=[colormaps["tab20"](i) for i in range(20)])
@@ -147,5 +151,5 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:.2f}")
     axes.yaxis.set_minor_formatter("{x:.2f}")
     axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)

@@ -59,6 +59,8 @@ class Recipe:
         for step, known in _INGREDIENTS.items():
             if not isinstance(getattr(self, step), str) or getattr(self, step) not in known:
                 raise unknown(step, str(getattr(self, step)), known)
+        if not isinstance(self.name, str) or not isinstance(self.about, str):
+            raise MoesaicError(f"recipe {self.name!r}: name and about must be text")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -79,6 +81,10 @@ class Recipe:
                 (self.grouping == "none") != (self.router == "none"),
                 f"grouping {self.grouping!r} with router {self.router!r}; without groups there is "
                 "nothing to route, so both are none or neither",
+            ),
+            (
+                self.grouping == "neurons" and self.router != "oracle",
+                f"experts of one neuron are for the oracle router, not {self.router!r}",
             ),
             (
                 self.normalise and self.importance != "rate",

@@ -80,6 +80,11 @@ def search_plan(
         tell(f"comparing {', '.join(str(plan.layout) for plan in ready.plans)}")
         return choose_plan(ready.plans, ffns, windows_NL, device, seed)
     assert ids is not None
+    if any(parameter.device != device for parameter in dense.parameters()):
+        raise MoesaicError(
+            f"a target ratio evaluates the whole model, which is not on {device} in whole; take "
+            "--device cpu, or a --sparsity"
+        )
     length = first.sequence_length
     base, _ = perplexity(dense, ids, length, HELDOUT_TOKENS)
 

@@ -90,7 +90,7 @@ def linear(blocks: Blocks, energy_TR: torch.Tensor, absolute: bool) -> torch.Ten
     Top-k compares the experts of one token only, so the router needs no bias: phi is not centred,
     and what all experts of a token have in common is taken out of targets and residuals. A
     threshold compares tokens (`absolute`): phi is centred, and an expert's mean is taken out.
-    Cost: the Gram matrix, then about 4 T P R FLOPs a step; holds three matrices (T, R).
+    Cost: the Gram matrix, then about 4 T P R FLOPs a step; holds about six matrices (T, R).
     """
     dim = 0 if absolute else 1
     ridge = Ridge.of(blocks, centre=absolute)
