@@ -46,9 +46,14 @@ def contribution_kmeans(
         expert_N = balanced_assignment(-(columns_SN.T @ sums_SR).cpu().double().numpy())
         if np.array_equal(expert_N, previous_N):
             break
-        index_N = torch.from_numpy(expert_N).to(candidates.device)
-        sums_SR = torch.zeros_like(sums_SR).index_add_(1, index_N, columns_SN)
+        sums_SR = columns_SN @ one_hot(expert_N, num_routed, candidates.device)
     return members(candidates_N, expert_N, num_routed)
+
+
+def one_hot(expert_N: NDArray[np.int64], num_routed: int, device: torch.device) -> torch.Tensor:
+    """1.0 where a neuron belongs to an expert (N, R): sums as a product, the same on every run."""
+    index_N = torch.from_numpy(expert_N).to(device)
+    return torch.nn.functional.one_hot(index_N, num_routed).float()
 
 
 def members(

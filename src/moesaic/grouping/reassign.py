@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moesaic.adapters import DenseFFN
 from moesaic.assignment import balanced_assignment
-from moesaic.grouping.contribution_kmeans import members
+from moesaic.grouping.contribution_kmeans import members, one_hot
 from moesaic.profile import Profile
 
 PATIENCE = 3  # rounds without gain after which it stops
@@ -54,8 +54,7 @@ def reassign(
     kept_shares: list[float] = []
     best_RM, since_best = experts_RM, 0
     for remaining in range(rounds, -1, -1):
-        energy_SR = energy_SN.new_zeros(len(energy_SN), num_routed)
-        energy_SR.index_add_(1, torch.from_numpy(expert_N).to(device), energy_SN)
+        energy_SR = energy_SN @ one_hot(expert_N, num_routed, device)
         chosen_SK = fit(energy_SR).topk(num_active, dim=1).indices
         chosen_SR = torch.zeros_like(energy_SR).scatter_(1, chosen_SK, 1.0)
         kept = float((chosen_SR * energy_SR).sum(dtype=torch.float64)) / max(total, 1e-30)
