@@ -98,6 +98,7 @@ def test_ranking_by_hand() -> None:
             "recipe": recipe, "sparsity": 0.5, "seed": seed, "perplexity": {"t": value},
             "layout": "S1A1E2", "active_ffn_fraction": 0.5, "macs": 0.6,
             "load_max_over_mean": 1.5 + seed, "dead_experts": seed, "better_static": [seed],
+            "notes": ["too few tokens"] if recipe == "cmoe" else [],
         }  # fmt: skip
 
     cells = [cell("cmoe", 0, 8.0), cell("cmoe", 1, 12.0), cell("static-repaired", 0, 6.0)]
@@ -108,7 +109,10 @@ def test_ranking_by_hand() -> None:
     assert rows[0]["spread"]["t"] is None
     assert (rows[1]["load_max_over_mean"], rows[1]["dead_experts"]) == (2.5, 1)
     assert rows[1]["better_static"] == [0, 1]
-    assert remarks(rows) == ["at sparsity 0.5 static-repaired beats cmoe"]
+    assert remarks(rows) == [
+        "cmoe S1A1E2: too few tokens",
+        "at sparsity 0.5 static-repaired beats cmoe",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -164,13 +168,10 @@ def test_the_command_prints_tables(
 
 
 def test_a_reference_that_cannot_reach_the_budget_is_left_out() -> None:
-    said: list[str] = []
     small = SMALL | {"sparsity": (0.95,), "seeds": 1}
-    rows = moesaic.compare(
-        "demo", ["static"], references=("random",), progress=said.append, **small
-    )["rows"]
-    assert [row["recipe"] for row in rows] == ["static"]
-    assert any(line.startswith("without random") for line in said)
+    result = moesaic.compare("demo", ["static"], references=("random",), **small)
+    assert [row["recipe"] for row in result["rows"]] == ["static"]
+    assert any(line.startswith("without random") for line in result["remarks"])
 
 
 @pytest.mark.parametrize("samples", [0, -1, 10**12])

@@ -22,7 +22,7 @@ from moesaic.layers import convert_layers
 from moesaic.load import choose_device, load_config, load_model, load_tokenizer
 from moesaic.plan import Plan, make_plan
 from moesaic.prepare import check_samples, hold_out, usual_samples
-from moesaic.ranking import markdown, plot, ranked
+from moesaic.ranking import markdown, plot, ranked, remarks
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.routers import FITTED
 from moesaic.soundness import check_vocabulary, check_weights
@@ -54,7 +54,7 @@ def compare(
     trust_remote_code: bool = False,
     progress: Callable[[str], Any] = lambda line: None,
 ) -> dict[str, Any]:
-    """Perplexities of a model converted by each recipe: settings, `dense`, `cells`, `rows`.
+    """Perplexities by recipe: `settings`, `dense`, `cells`, ranked `rows` and `remarks`.
 
     All recipes see the same windows of the same calibration text, `seeds` drawings of them; the
     references are among the rows. A sparsity gives every recipe its own layout that skips that
@@ -81,6 +81,7 @@ def compare(
         [{"layout": layout}] if layout else [{"sparsity": s, "grain": grain} for s in sparsity]
     )
     plans: dict[tuple[str, float | None], Plan] = {}
+    left_out: list[str] = []
     for budget, recipe in product(budgets, chosen):
         try:
             plans[recipe.name, budget.get("sparsity")] = make_plan(
@@ -90,7 +91,7 @@ def compare(
         except MoesaicError as error:
             if recipe.name in known:
                 raise
-            progress(f"without {recipe.name}: {error}")
+            left_out.append(f"without {recipe.name}: {error}")
     if "static-repaired" in references:
         for budget in budgets:
             wanted = budget.get("sparsity")
@@ -141,6 +142,7 @@ def compare(
     }
     shown = {k: cell for k, cell in result["cells"].items() if k in wanted_cells}
     result["rows"] = ranked(shown, result["dense"])
+    result["remarks"] = left_out + remarks(result["rows"])
     _write(output, "compare.json", json.dumps(result, indent=2) + "\n")
     _write(output, "compare.md", markdown(result))
     if output is not None:

@@ -36,6 +36,7 @@ def ranked(cells: dict[str, dict[str, Any]], dense: dict[str, float]) -> list[di
                 "seeds": len(found),
                 "load_max_over_mean": max(loads, default=None),
                 "dead_experts": max(cell["dead_experts"] for cell in found),
+                "notes": sorted({note for cell in found for note in cell["notes"]}),
                 "better_static": sorted({i for cell in found for i in cell["better_static"]}),
             }
         )
@@ -63,8 +64,11 @@ def headers(texts: list[str]) -> list[str]:
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """Where routing does not beat static pruning: in the whole, and by layer."""
+    """What conversions noted, and where routing does not beat static pruning: whole or by layer."""
     lines = []
+    for row in rows:
+        of = f"{row['recipe']} {row['layout']}"
+        lines += [f"{of}: {note}" for note in row["notes"] if row["recipe"] not in ORACLES]
     for sparsity in dict.fromkeys(row["sparsity"] for row in rows):
         here = [row for row in rows if row["sparsity"] == sparsity]
         names = [row["recipe"] for row in here]
@@ -116,7 +120,7 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["", "## " + ("One layout" if sparsity is None else f"Sparsity {sparsity:g}"), ""]
         lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
         lines += ["| " + " | ".join(cells_of(row)) + " |" for row in here]
-    lines += ["", *(f"- {line}" for line in remarks(rows))]
+    lines += ["", *(f"- {line}" for line in result["remarks"])]
     return "\n".join(lines).rstrip() + "\n"
 
 

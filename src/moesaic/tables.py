@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moesaic.flops import Macs
-from moesaic.ranking import cells_of, headers, remarks
+from moesaic.ranking import cells_of, headers
 from moesaic.report import ConversionReport
 
 out = Console(soft_wrap=True)
@@ -107,5 +107,5 @@ def comparison_table(result: dict[str, Any]) -> None:
         out.print(table)
     bases = ", ".join(f"{text} {value:.3f}" for text, value in result["dense"].items())
     out.print(f"dense perplexity: {bases}")
-    for line in remarks(result["rows"]):
+    for line in result["remarks"]:
         out.print(line)
