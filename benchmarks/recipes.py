@@ -41,8 +41,9 @@ def ablations() -> list[Recipe]:
         (ours, "shared by variance", {"importance": "variance"}),
         (ours, "shared by observability", {"importance": "observability"}),
         (dynamic, "no intercept", {"intercept": False}),
-        (dynamic, "quadratic router", {"router": "quadratic"}),
-        (dynamic, "quadratic, 12 directions", {"router": "quadratic", "features": 12}),
+        (dynamic, "linear router", {"router": "linear"}),
+        (dynamic, "4 directions", {"features": 4}),
+        (dynamic, "24 directions", {"features": 24}),
     ]
     rows = [replace(base, name=f"{base.name}: {what}", **new) for base, what, new in changes]
     static = RECIPES["static-repaired"]
@@ -141,7 +142,7 @@ def main() -> None:
                 active = max(1, round(((1 - sparsity) * neurons - shared) / size))
                 layout = f"S1A{active}E{total}"
                 result = run(arguments, ours[:2], layout=layout)
-                macs = result["rows"][0]["macs"]
+                macs = next(r["macs"] for r in result["rows"] if r["recipe"] == "moesaic")
                 cells += [ratio_of(result, recipe.name, None) for recipe in ours[:2]]
                 cells.append(f"{macs:.3f}")
             rows.append([f"{total} of {size}", *cells])
@@ -149,7 +150,7 @@ def main() -> None:
                 break
         head = ["experts"]
         for sparsity in SPARSITIES:
-            head += [f"{recipe.name} {sparsity:.0%}" for recipe in ours[:2]] + ["MACs"]
+            head += [f"{recipe.name} {sparsity:.0%}" for recipe in ours[:2]] + ["MACs of moesaic"]
         table(head, rows)
     else:
         result = run(arguments, [*ours[:2], RECIPES["cmoe"]])

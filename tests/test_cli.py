@@ -346,7 +346,7 @@ def test_bad_options(
     [
         ("empty.txt", b"", "holds no text"),
         ("blank.txt", b" \n\n", "holds no text"),
-        ("short.txt", b"def f(): pass", "one sample needs 512"),
+        ("short.txt", b"def f(): pass", "two that share none need 1024"),
         ("latin.txt", b"\xff\xfe\xfa", "cannot read"),
         ("body.jsonl", b'{"body": "x"}\n', "has a line without the field 'text'; it has body"),
         ("broken.jsonl", b"{", "cannot read"),

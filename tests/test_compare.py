@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from moesaic.compare import REFERENCES
 from moesaic.errors import MoesaicError
 from moesaic.ranking import ORACLES, ranked, remarks
 
+compare_module = importlib.import_module("moesaic.compare")  # as its function is called
 SMALL: dict[str, Any] = {
     "calibration": "demo", "seeds": 2, "samples": 2, "sequence_length": 64, "max_tokens": 256,
     "sparsity": (0.5,), "dtype": "float32",
@@ -178,3 +180,27 @@ def test_a_reference_that_cannot_reach_the_budget_is_left_out() -> None:
 def test_a_number_of_windows_out_of_range_is_refused(samples: int) -> None:
     with pytest.raises(MoesaicError, match="samples"):
         moesaic.compare("demo", ["static"], **SMALL | {"samples": samples})
+
+
+def test_a_recipe_that_diverges_is_said_and_the_others_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = compare_module.convert_layers
+
+    def diverges(stream: Any, plan: Any, *rest: Any, **options: Any) -> Any:
+        if plan.recipe.name == "random":
+            raise MoesaicError("layer 1 puts out NaN")
+        return real(stream, plan, *rest, **options)
+
+    monkeypatch.setattr(compare_module, "convert_layers", diverges)
+    small = SMALL | {"seeds": 1}
+    result = moesaic.compare("demo", ["static", "random"], references=(), output=tmp_path, **small)
+    assert [row["recipe"] for row in result["rows"]] == ["static"]
+    assert any("without random" in line and "NaN" in line for line in result["remarks"])
+    assert "layer 1 puts out NaN" in (tmp_path / "compare.md").read_text()
+
+
+def test_bad_text_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(MoesaicError):
+        moesaic.compare("demo", ["static"], output=tmp_path / "new", **SMALL | {"text": ["none"]})
+    assert not (tmp_path / "new").exists()

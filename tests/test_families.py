@@ -61,11 +61,29 @@ def test_the_stream_reproduces_the_models_own_forward(family: str) -> None:
     stream = Stream(ffns, ids, CPU)
     stream.block = 2  # blocks of unequal size
     for layer in range(LAYERS):
-        inputs = torch.cat(list(stream.ffn_inputs(layer)))
-        assert inputs.shape == (ids.numel(), model.config.hidden_size)
-        stream.advance(layer)
+        inputs = list(stream.ffn_inputs(layer))
+        assert sum(map(len, inputs)) == ids.numel()
+        assert inputs[0].shape[1] == model.config.hidden_size
+        stream.advance(layer, inputs)
     torch.testing.assert_close(stream.hidden_NLD, before_last[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "additive"), [("llama", True), ("phi3", True), ("gemma2", False), ("opt", False)]
+)
+def test_attention_runs_once_where_the_ffns_output_is_added_last(
+    family: str, additive: bool
+) -> None:
+    """Gemma-2 normalises it first, and OPT has no module that is the FFN."""
+    stream = Stream(find_ffns(tiny_model(family)), tokens(3, 40), CPU)
+    before_NLD = stream.hidden_NLD.clone()
+    inputs = list(stream.ffn_inputs(0))
+    assert torch.equal(stream.hidden_NLD, before_NLD) != additive
+    calls: list[Any] = []
+    stream.ffns.layers[0].register_forward_hook(lambda *call: calls.append(call))
+    stream.advance(0, inputs)
+    assert bool(calls) != additive
 
 
 @family

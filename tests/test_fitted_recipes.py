@@ -210,7 +210,7 @@ def test_the_configuration_says_what_the_blocks_are(recipe: str) -> None:
     assert moe["layers"] == list(range(LAYERS))
     assert moe["output_bias"] == known.intercept
     assert moe["router"]["kind"] == known.router
-    assert moe["router"]["features"] == (24 if recipe == "moesaic-quadratic" else 0)
+    assert moe["router"]["features"] == (known.features if known.router == "quadratic" else 0)
     for layer in model.model.layers:
         assert (layer.mlp.output_bias is not None) == known.intercept
         if known.routed:

@@ -12,9 +12,11 @@ from moesaic.inputs import HELD_OUT, Inputs
 CPU = torch.device("cpu")
 
 
-def inputs_of(tokens: int, size: int, hold_out: bool) -> tuple[torch.Tensor, Inputs]:
+def inputs_of(
+    tokens: int, size: int, hold_out: bool, window: int = 1
+) -> tuple[torch.Tensor, Inputs]:
     x_TD = torch.arange(tokens * 2.0).view(tokens, 2)
-    return x_TD, Inputs(iter(x_TD.split(size)), tokens, hold_out, CPU, CPU)
+    return x_TD, Inputs(iter(x_TD.split(size)), tokens, hold_out, CPU, CPU, window)
 
 
 def joined(blocks: object) -> torch.Tensor:
@@ -55,3 +57,12 @@ def test_fewer_tokens_than_can_be_split_are_fitted_on_and_measured() -> None:
     assert not inputs.hold_out
     assert torch.equal(joined(inputs.fit()), x_TD)
     assert torch.equal(joined(inputs.held()), x_TD[-1:])
+
+
+@pytest.mark.parametrize(("windows", "held"), [(1, 2), (7, 14), (8, 16), (15, 16), (16, 32)])
+def test_whole_windows_are_held_out_where_there_are_eight(windows: int, held: int) -> None:
+    """Fewer give the last eighth of their tokens, of the last of them."""
+    x_TD, inputs = inputs_of(windows * 16, 48, True, window=16)
+    assert torch.equal(joined(inputs.held()), x_TD[-held:])
+    assert torch.equal(joined(inputs.fit()), x_TD[:-held])
+    assert torch.equal(joined(inputs.all()), x_TD)

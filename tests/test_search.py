@@ -105,6 +105,23 @@ def test_a_target_out_of_reach_says_the_best_ratio() -> None:
         find_plan(first_plan(), plan_of, 1.02, lambda plan: 1.3, lambda line: None)
 
 
+def test_a_budget_at_which_the_conversion_diverges_is_too_small() -> None:
+    def ratio_of(plan: Plan) -> float:
+        if plan.layout.num_active < 4:
+            raise MoesaicError("layer 1 puts out NaN")
+        return 1.01
+
+    plan, tried = find_plan(first_plan(), plan_of, 1.02, ratio_of, lambda line: None)
+    assert plan.layout.num_active == 4
+    assert set(tried.values()) == {1.01}
+    with pytest.raises(MoesaicError, match="NaN"):
+        find_plan(first_plan(), plan_of, 1.02, never, lambda line: None)
+
+
+def never(plan: Plan) -> float:
+    raise MoesaicError("layer 1 puts out NaN")
+
+
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [

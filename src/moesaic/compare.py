@@ -126,13 +126,18 @@ def compare(
     if not result["dense"]:
         progress("dense: evaluating")
         result["dense"] = _perplexities(dense, texts, length, max_tokens)
+        _write(output, "compare.json", json.dumps(result, indent=2) + "\n")
     for (name, wanted), plan in plans.items():
         for seed in range(seeds):
             key = f"{name} {wanted or plan.layout} {seed} {_digest(plan)}"
             if key in result["cells"]:
                 continue
             progress(f"{name}, {plan.layout}, seed {seed}")
-            cell = _cell(dense, ffns, plan, windows[seed], seed, compute, texts, max_tokens)
+            try:
+                cell = _cell(dense, ffns, plan, windows[seed], seed, compute, texts, max_tokens)
+            except MoesaicError as error:  # one that diverges is no reason to lose the others
+                left_out.append(f"without {name}, {plan.layout}, seed {seed}: {error}")
+                continue
             result["cells"][key] = {"sparsity": wanted, "seed": seed} | cell
             _write(output, "compare.json", json.dumps(result, indent=2) + "\n")
     wanted_cells = {
@@ -145,8 +150,7 @@ def compare(
     result["remarks"] = left_out + remarks(result["rows"])
     _write(output, "compare.json", json.dumps(result, indent=2) + "\n")
     _write(output, "compare.md", markdown(result))
-    if output is not None:
-        plot(result, Path(output) / "compare.png")
+    _write(output, "compare.png", plot(result))
     return result
 
 
@@ -245,10 +249,6 @@ def _take_up(output: str | Path | None, settings: dict[str, Any], resume: bool) 
         return fresh
     path = Path(output) / "compare.json"
     if not path.exists():
-        try:
-            Path(output).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MoesaicError(f"output {output} is no folder to write to: {error}") from error
         return fresh
     if not resume:
         raise MoesaicError(
@@ -269,13 +269,14 @@ def _take_up(output: str | Path | None, settings: dict[str, Any], resume: bool) 
     return found
 
 
-def _write(output: str | Path | None, name: str, text: str) -> None:
+def _write(output: str | Path | None, name: str, content: str | bytes) -> None:
     """The whole file or the old one: a killed run leaves no half."""
     if output is None:
         return
     part = Path(output) / f"{name}.part"
     try:
-        part.write_text(text, "utf-8")
+        Path(output).mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, Path(output) / name)
     except OSError as error:
         raise MoesaicError(f"cannot write {Path(output) / name}: {error}") from error

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-HELD_OUT = 8  # one token in so many, the last of the windows, is not fitted on
+from moesaic.data import HELD_OUT
 
 
 class Inputs:
     """Blocks x (T, D), kept where the calibration's hidden states are kept.
 
-    `hold_out` keeps the last eighth out of what is fitted. Without it everything is fitted on,
-    and the last eighth is what is measured all the same.
+    `hold_out` keeps the last eighth out of what is fitted, in whole windows of `window` tokens
+    where it holds any. Without it everything is fitted on, and the last eighth is what is
+    measured all the same.
     """
 
     def __init__(
@@ -26,9 +27,11 @@ class Inputs:
         hold_out: bool,
         storage: torch.device,
         device: torch.device,
+        window: int = 1,
     ):
         self.device, self.hold_out = device, hold_out and tokens >= HELD_OUT
-        first_held = tokens - max(tokens // HELD_OUT, 1)
+        held = tokens // HELD_OUT
+        first_held = tokens - max(held // window * window or held, 1)
         self.tokens = first_held if self.hold_out else tokens
         self._fit: list[torch.Tensor] = []
         self._held: list[torch.Tensor] = []
@@ -40,6 +43,11 @@ class Inputs:
             if before < len(x_TD):
                 self._held.append(x_TD[before:].to(storage))
             start += len(x_TD)
+
+    def all(self) -> Iterator[torch.Tensor]:
+        """Blocks of all tokens."""
+        for x_TD in [*self._fit, *self._held]:
+            yield x_TD.to(self.device)
 
     def fit(self) -> Iterator[torch.Tensor]:
         """Blocks of the tokens to fit on."""

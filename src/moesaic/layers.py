@@ -66,16 +66,14 @@ def _convert_layer(
     """Fit, measure, pass on. What it holds of the dense FFN goes when it returns."""
     ffns, recipe, config = stream.ffns, todo.recipe, todo.config
     prefix = ffns.state_prefix(layer)
+    begun = time.perf_counter()
+    inputs = stream_inputs(stream, layer, recipe.fits)
+    clock("inputs")
+    ffn = ffns.read(layer)
     if draft and (done := checkpoint.load_layer(draft, layer, prefix, config)) is not None:
         block = done[0].to(stream.device)
-        _advance(stream, config, layer, block, masked_view(block, ffns.read(layer), config))
+        _advance(stream, config, layer, block, masked_view(block, ffn, config), inputs)
         return done[1]
-    begun = time.perf_counter()
-    ffn = ffns.read(layer)
-    inputs = Inputs(
-        stream.ffn_inputs(layer), stream.tokens, recipe.fits, stream.storage, stream.device
-    )
-    clock("inputs")
     generator = np.random.default_rng([seed, layer])
     try:
         fitted = fit_layer(inputs, ffn, recipe, todo.sizes, config, generator, clock)
@@ -83,7 +81,7 @@ def _convert_layer(
         raise MoesaicError(f"layer {layer} of {todo.model}: {error}") from error
     report = measure_layer(layer, inputs, ffn, fitted, todo.sizes, seed)
     clock("measure")
-    _advance(stream, config, layer, None if trial else fitted.block, fitted.masked)
+    _advance(stream, config, layer, None if trial else fitted.block, fitted.masked, inputs)
     clock("advance")
     report.seconds = time.perf_counter() - begun
     if draft is not None and fitted.block is not None:
@@ -92,12 +90,25 @@ def _convert_layer(
     return report
 
 
+def stream_inputs(stream: Stream, layer: int, hold_out: bool) -> Inputs:
+    """The inputs of one layer's FFN, which the stream is to `advance` with."""
+    return Inputs(
+        stream.ffn_inputs(layer), stream.tokens, hold_out, stream.storage, stream.device,
+        window=stream.hidden_NLD.shape[1],
+    )  # fmt: skip
+
+
 def _advance(
-    stream: Stream, config: Any, layer: int, block: MoesaicBlock | None, masked: MaskedBlock
+    stream: Stream,
+    config: Any,
+    layer: int,
+    block: MoesaicBlock | None,
+    masked: MaskedBlock,
+    inputs: Inputs,
 ) -> None:
     """Passes all tokens through the converted layer, masked, and leaves the block in its place."""
     install_block(stream.ffns.base, config, layer, masked)
-    stream.advance(layer)
+    stream.advance(layer, inputs.all())
     if block is not None:
         install_block(stream.ffns.base, config, layer, block)
 

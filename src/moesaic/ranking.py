@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,8 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Perplexity over dense against multiply-accumulates, one line per recipe, first text."""
+def plot(result: dict[str, Any]) -> bytes:
+    """PNG: perplexity over dense against multiply-accumulates, a line per recipe, first text."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -156,4 +157,6 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.yaxis.set_minor_formatter("{x:.2f}")
     axes.grid(visible=True, which="both", alpha=0.3)
     figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=120)
+    image = BytesIO()
+    figure.savefig(image, dpi=120)
+    return image.getvalue()

@@ -155,15 +155,17 @@ RECIPES = {
         ),
         Recipe(
             "moesaic-dynamic",
-            "as moesaic, but a token runs as many experts as pass their thresholds",
-            router="linear",
+            "as moesaic, but a token runs as many experts as pass their thresholds, and the router "
+            "reads products of 8 directions too",
+            router="quadratic",
+            features=8,
             gating="threshold",
             intercept=True,
             **_MOESAIC,
         ),
         Recipe(
             "moesaic-quadratic",
-            "as moesaic-dynamic, with products of 24 directions in the router",
+            "as moesaic-dynamic, with products of 24 directions",
             router="quadratic",
             gating="threshold",
             intercept=True,

@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from moesaic.adapters import FFNs
+from moesaic.data import fewer_windows
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.fit import fit_layer
-from moesaic.inputs import Inputs
-from moesaic.layers import convert_layers
+from moesaic.layers import convert_layers, stream_inputs
 from moesaic.layout import Layout
 from moesaic.measure import measure_layer
 from moesaic.plan import Plan, make_plan
@@ -38,7 +38,7 @@ def choose_plan(
     Converts three layers (at a quarter, half and three quarters of the depth) of the dense model
     once per plan, on at most SAMPLE_TOKENS calibration tokens, and keeps nothing of it.
     """
-    windows_NL = windows_NL[: max(1, SAMPLE_TOKENS // windows_NL.shape[1])]
+    windows_NL = fewer_windows(windows_NL, max(1, SAMPLE_TOKENS // windows_NL.shape[1]))
     stream = Stream(ffns, windows_NL, device)
     depth = len(ffns.layers)
     probes = sorted({depth // 4, depth // 2, 3 * depth // 4})
@@ -46,17 +46,18 @@ def choose_plan(
     for layer in range(probes[-1] + 1):
         home = next(ffns.layers[layer].parameters()).device
         ffns.layers[layer].to(device)
+        inputs = None
         if layer in probes:
-            ffn = ffns.read(layer)
+            ffn, inputs = ffns.read(layer), stream_inputs(stream, layer, hold_out=True)
             for plan in plans:
-                inputs = Inputs(
-                    stream.ffn_inputs(layer), stream.tokens, True, stream.storage, device
-                )
                 generator = np.random.default_rng([seed, layer])
-                fitted = fit_layer(inputs, ffn, plan.recipe, plan.sizes, plan.config, generator)
+                try:
+                    fitted = fit_layer(inputs, ffn, plan.recipe, plan.sizes, plan.config, generator)
+                except MoesaicError as error:
+                    raise MoesaicError(f"layer {layer} of {plan.model}: {error}") from error
                 report = measure_layer(layer, inputs, ffn, fitted, plan.sizes, seed)
                 errors[str(plan.layout)] += report.relative_error / len(probes)
-        stream.advance(layer)
+        stream.advance(layer, inputs.all() if inputs else None)
         ffns.layers[layer].to(home)
     return min(plans, key=lambda plan: errors[str(plan.layout)]), errors
 
@@ -136,7 +137,14 @@ def find_plan(
 
     def within(active: int) -> bool:
         plan = make(replace(first.layout, num_active=active))
-        tried[str(plan.layout)] = ratio = ratio_of(plan)
+        try:
+            ratio = ratio_of(plan)
+        except MoesaicError as error:  # diverged; with more experts it need not
+            if not tried:
+                raise
+            tell(f"{plan.layout}: {error}")
+            return False
+        tried[str(plan.layout)] = ratio
         skipped = 1 - plan.sizes.active / plan.sizes.total
         tell(f"{plan.layout}: {skipped:.1%} skipped, perplexity ratio {ratio:.4f}")
         return ratio <= target_ratio

@@ -9,7 +9,7 @@ Shape suffixes: N samples, L tokens of a sample, D hidden_size, T tokens of a bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,23 @@ class Stream:
         for start in range(0, len(ids_NL), self.block):
             part_BL = ids_NL[start : start + self.block]
             self.hidden_NLD[start : start + self.block] = _bypass(ffns, part_BL)[0]
+        self._additive: dict[type[nn.Module], bool] = {}
 
     def ffn_inputs(self, layer: int) -> Iterator[torch.Tensor]:
-        """Yields the inputs x (T, D) of a layer's FFN block by block; nothing after it is run."""
-        for _, hidden in self._blocks():
-            yield self._until_ffn(layer, hidden)
+        """Yields the inputs x (T, D) of a layer's FFN block by block.
+
+        Where the layer's last step is to add what its FFN gives, the hidden states are left just
+        before that step, and attention need not run again: take all of the inputs, once, and
+        give them to `advance`.
+        """
+        additive = self._is_additive(layer)
+        for start, hidden in self._blocks():
+            if additive:
+                x, before = self._without_ffn(layer, hidden)
+                self.hidden_NLD[start : start + len(before)] = before.to(self.storage)
+            else:
+                x = self._until_ffn(layer, hidden)
+            yield x.reshape(-1, x.shape[-1])
 
     @property
     def tokens(self) -> int:
@@ -62,8 +74,16 @@ class Stream:
         """Where what is kept for all tokens lies."""
         return self.hidden_NLD.device
 
-    def advance(self, layer: int) -> None:
-        """Passes all tokens through a layer."""
+    @torch.no_grad()
+    def advance(self, layer: int, x_blocks: Iterable[torch.Tensor] | None = None) -> None:
+        """Passes all tokens through a layer, or on from the inputs that its FFN has been given."""
+        if x_blocks is not None and self._is_additive(layer):
+            ffn, hidden_TD = self.ffns.replaced(layer), self.hidden_NLD.flatten(0, 1)
+            done = 0
+            for x_TD in x_blocks:
+                hidden_TD[done : done + len(x_TD)] += ffn(x_TD).to(self.storage)
+                done += len(x_TD)
+            return
         for start, hidden in self._blocks():
             output = self._call(layer, hidden)
             self.hidden_NLD[start : start + len(output)] = output.to(self.hidden_NLD.device)
@@ -79,7 +99,45 @@ class Stream:
         output: torch.Tensor = self.ffns.layers[layer](hidden, *args, **kwargs)
         return output
 
+    @torch.no_grad()
+    def _is_additive(self, layer: int) -> bool:
+        """Whether the layers of this class put out, to the last bit, x + FFN's output for some x.
+
+        Not so where the output is normalised or scaled before it is added. Found out once, by
+        running the first block through the layer with its FFN and without.
+        """
+        kind = type(self.ffns.layers[layer])
+        if kind not in self._additive:
+            self._additive[kind] = False
+            if not self.ffns.identities:  # else the FFN is no module by itself before conversion
+                _, hidden = next(self._blocks())
+                x, before = self._without_ffn(layer, hidden)
+                sum_BLD = before + self.ffns.replaced(layer)(x)
+                self._additive[kind] = torch.equal(sum_BLD, self._call(layer, hidden))
+        return self._additive[kind]
+
+    def _without_ffn(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of a layer's FFN, and the layer's output if the FFN gave zeros."""
+        ffn, seen = self.ffns.replaced(layer), []
+
+        def silent(x: torch.Tensor) -> torch.Tensor:
+            seen.append(x)
+            return torch.zeros_like(x)
+
+        kept = ffn.__dict__.get("forward")
+        ffn.forward = silent
+        try:
+            output = self._call(layer, hidden)
+        finally:
+            if kept is None:
+                del ffn.forward
+            else:
+                ffn.forward = kept
+        return seen[0], output
+
     def _until_ffn(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The input of a layer's FFN; nothing after it is run."""
+
         def stop(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             raise _ReachedFFN(inputs[0])
 
@@ -87,7 +145,7 @@ class Stream:
         try:
             self._call(layer, hidden)
         except _ReachedFFN as reached:
-            return reached.x.reshape(-1, reached.x.shape[-1])
+            return reached.x
         finally:
             handle.remove()
         raise RuntimeError(f"layer {layer} never called its FFN {self.ffns.ffn_path!r}")

@@ -14,7 +14,7 @@ from moesaic.adapters import DenseFFN
 from moesaic.inputs import Inputs
 from moesaic.repair.least_squares import TOKENS_PER_NEURON, least_squares
 from moesaic.repair.mean import Candidate, mean_compensation
-from moesaic.repair.moments import Moments
+from moesaic.repair.moments import Moments, Residual
 
 NOTHING = Candidate("none")
 
@@ -72,17 +72,21 @@ def choose_repairs(
         dense_TD = h_TF @ down_FD
         for one, sums in zip(kept, moments, strict=True):
             h_TN = one.hidden(x_TD, h_TF)
-            sums.add(h_TN, dense_TD - h_TN @ down_FD[one.neurons_N])
-    offers = [_candidates(sums, method, intercept) for sums in moments]
+            sums.add(h_TN, dense_TD)
+    downs = [down_FD[k.neurons_N] for k in kept]
+    offers = [
+        _candidates(sums.residual(down_ND), method, intercept)
+        for sums, down_ND in zip(moments, downs, strict=True)
+    ]
     errors = [torch.zeros(len(found), dtype=torch.float64) for found, _ in offers]
     energy = 0.0
     for x_TD in inputs.held():
         h_TF = ffn.hidden(x_TD).float()
         dense_TD = h_TF @ down_FD
         energy += dense_TD.square().sum(dtype=torch.float64).item()
-        for one, (found, _), error in zip(kept, offers, errors, strict=True):
+        for one, down_ND, (found, _), error in zip(kept, downs, offers, errors, strict=True):
             h_TN = one.hidden(x_TD, h_TF)
-            r_TD = dense_TD - h_TN @ down_FD[one.neurons_N]
+            r_TD = dense_TD - h_TN @ down_ND
             for index, candidate in enumerate(found):
                 error[index] += (r_TD - candidate.output(h_TN)).square().sum().item()
     repairs = []
@@ -95,26 +99,24 @@ def choose_repairs(
     return repairs
 
 
-def _candidates(
-    moments: Moments, method: str, intercept: bool
-) -> tuple[list[Candidate], str | None]:
+def _candidates(sums: Residual, method: str, intercept: bool) -> tuple[list[Candidate], str | None]:
     """Nothing first, then what the method offers, and why it is not what was asked for."""
     note = None
-    neurons = moments.neurons
-    if method == "least-squares" and moments.tokens >= TOKENS_PER_NEURON * neurons:
-        found = least_squares(moments, intercept)
+    neurons = len(sums.mean_N)
+    if method == "least-squares" and sums.tokens >= TOKENS_PER_NEURON * neurons:
+        found = least_squares(sums, intercept)
         if not found:
-            found = mean_compensation(moments, intercept)
+            found = mean_compensation(sums, intercept)
             note = (
                 "least squares has nothing to fit to: mean compensation instead"
                 if found
                 else "repair skipped: no neuron is ever active"
             )
     else:
-        found = mean_compensation(moments, intercept)
+        found = mean_compensation(sums, intercept)
         if method == "least-squares":
             note = (
                 f"least squares needs {TOKENS_PER_NEURON * neurons} tokens to fit on, "
-                f"{moments.tokens} are there: mean compensation instead"
+                f"{sums.tokens} are there: mean compensation instead"
             )
     return [NOTHING, *found], note

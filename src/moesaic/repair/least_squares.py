@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 
 from moesaic.repair.mean import Candidate
-from moesaic.repair.moments import Moments
+from moesaic.repair.moments import Residual
 
 RIDGES = (3e-3, 3e-2, 3e-1)  # of the Gram matrix's mean diagonal
 TOKENS_PER_NEURON = 2  # fewer tokens than this: mean compensation instead
 
 
 @torch.no_grad()
-def least_squares(moments: Moments, intercept: bool) -> list[Candidate]:
+def least_squares(sums: Residual, intercept: bool) -> list[Candidate]:
     """Corrections D of the output vectors, one per ridge: the ridge is towards the originals.
 
     argmin ||H D - r||^2 + ridge * dbar ||D||^2 = (H^T H + ridge dbar I)^-1 H^T r, dbar the mean
@@ -23,12 +23,10 @@ def least_squares(moments: Moments, intercept: bool) -> list[Candidate]:
     Solved in float64 with one Cholesky factor per ridge: N^3 / 3 + 2 N^2 D FLOPs each. A ridge
     for which the matrix is singular is left out; none is left where every neuron is dead.
     """
-    tokens = max(moments.tokens, 1)
-    gram_NN, cross_ND = moments.gram_NN, moments.cross_ND.double()
-    mean_N, mean_D = moments.sum_N.double() / tokens, moments.sum_D.double() / tokens
+    gram_NN, cross_ND = sums.gram_NN.clone(), sums.cross_ND
     if intercept:
-        gram_NN -= tokens * torch.outer(mean_N, mean_N)
-        cross_ND -= tokens * torch.outer(mean_N, mean_D)
+        gram_NN -= sums.tokens * torch.outer(sums.mean_N, sums.mean_N)
+        cross_ND = cross_ND - sums.tokens * torch.outer(sums.mean_N, sums.mean_D)
     diagonal_N = gram_NN.diagonal().clone()
     candidates = []
     for ridge in RIDGES:
@@ -39,6 +37,6 @@ def least_squares(moments: Moments, intercept: bool) -> list[Candidate]:
         delta_ND = torch.cholesky_solve(cross_ND, factor_NN)
         if not torch.isfinite(delta_ND).all():
             continue
-        b_D = (mean_D - mean_N @ delta_ND).float() if intercept else None
+        b_D = (sums.mean_D - sums.mean_N @ delta_ND).float() if intercept else None
         candidates.append(Candidate(f"least squares, ridge {ridge:g}", delta_ND.float(), b_D))
     return candidates

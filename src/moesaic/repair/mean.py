@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.repair.moments import Moments
+from moesaic.repair.moments import Residual
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,16 @@ class Candidate:
 
 
 @torch.no_grad()
-def mean_compensation(moments: Moments, intercept: bool) -> list[Candidate]:
+def mean_compensation(sums: Residual, intercept: bool) -> list[Candidate]:
     """mean(r) as an intercept; without one, carried by the neurons' own mean.
 
     Without an output bias in the architecture, the best rank-one correction along u = mean(h):
     s = h.u, D = u (sum s r / sum s^2)^T, which needs no more tokens than a mean does.
     """
-    tokens = max(moments.tokens, 1)
     if intercept:
-        return [Candidate("mean compensation", None, moments.sum_D / tokens)]
-    mean_N = moments.sum_N.double() / tokens
-    energy = mean_N @ moments.gram_NN @ mean_N
+        return [Candidate("mean compensation", None, sums.mean_D.float())]
+    energy = sums.mean_N @ sums.gram_NN @ sums.mean_N
     if not energy > 0:
         return []
-    along_D = (mean_N @ moments.cross_ND.double()) / energy
-    return [Candidate("mean compensation", torch.outer(mean_N, along_D).float())]
+    along_D = (sums.mean_N @ sums.cross_ND) / energy
+    return [Candidate("mean compensation", torch.outer(sums.mean_N, along_D).float())]

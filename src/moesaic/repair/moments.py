@@ -5,17 +5,19 @@ Shape suffixes: T tokens, D hidden_size, N neurons that are kept.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 _ROWS = 256  # of the Gram matrix summed at once
 
 
 class Moments:
-    """Sums over tokens of h h^T, h r^T, h and r.
+    """Sums over tokens of h h^T, h y^T, h and y.
 
-    h (T, N) is the masked hidden state of the neurons that are kept, r (T, D) what the dense FFN's
-    output has over that of the masked one. float32; T N (N + 2 D) FLOPs, as only the upper half
-    of h h^T is summed; 4 N (N + D) bytes.
+    h (T, N) is the masked hidden state of the neurons that are kept, y (T, D) the output of the
+    dense FFN. float32; T N (N + 2 D) FLOPs, as only the upper half of h h^T is summed;
+    4 N (N + D) bytes.
     """
 
     def __init__(self, neurons: int, hidden_size: int, device: torch.device):
@@ -38,11 +40,30 @@ class Moments:
         upper_NN.diagonal().copy_(diagonal_N)
         return upper_NN
 
-    def add(self, h_TN: torch.Tensor, r_TD: torch.Tensor) -> None:
+    def add(self, h_TN: torch.Tensor, y_TD: torch.Tensor) -> None:
         self.tokens += len(h_TN)
         for start in range(0, self.neurons, _ROWS):
             rows_TM = h_TN[:, start : start + _ROWS]
             self._upper_NN[start : start + _ROWS, start:].addmm_(rows_TM.T, h_TN[:, start:])
-        self.cross_ND.addmm_(h_TN.T, r_TD)
+        self.cross_ND.addmm_(h_TN.T, y_TD)
         self.sum_N += h_TN.sum(0)
-        self.sum_D += r_TD.sum(0)
+        self.sum_D += y_TD.sum(0)
+
+    def residual(self, down_ND: torch.Tensor) -> Residual:
+        """The sums of r = y - H W, without a product per token: H^T r = H^T y - (H^T H) W."""
+        gram_NN = self.gram_NN
+        sum_N, down_ND = self.sum_N.double(), down_ND.double()
+        cross_ND = self.cross_ND.double() - gram_NN @ down_ND
+        tokens, sum_D = max(self.tokens, 1), self.sum_D.double() - sum_N @ down_ND
+        return Residual(self.tokens, gram_NN, cross_ND, sum_N / tokens, sum_D / tokens)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What least squares on r needs, in float64: sums of h h^T and h r^T, means of h and r."""
+
+    tokens: int
+    gram_NN: torch.Tensor
+    cross_ND: torch.Tensor
+    mean_N: torch.Tensor
+    mean_D: torch.Tensor
