@@ -1,0 +1,80 @@
+"""Target `qwen2_moe`: softmax router, one gated shared expert of any width, sliding windows.
+
+Shape suffixes: T tokens, R routed experts, K routed experts run per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Qwen2MoeConfig
+
+from moesaic.export.stock import (
+    blocks,
+    common_config,
+    common_reasons,
+    common_state,
+    shared_weights,
+    sliding_layers,
+)
+
+
+def supports(config: Any) -> list[str]:
+    """Why this architecture cannot hold a converted model; empty where it can."""
+    reasons = common_reasons(config)
+    if config.base_model_type == "qwen3":
+        reasons.append("its queries and keys are normalised, those of qwen2_moe are not")
+    return reasons
+
+
+def route(
+    logit_TR: torch.Tensor, bias_R: torch.Tensor, num_active: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the stock router does: experts by softmax, gates normalised; W_down makes up for K."""
+    p_TK, index_TK = logit_TR.softmax(1).topk(num_active, dim=1)
+    return index_TK, p_TK / p_TK.sum(1, keepdim=True) * num_active
+
+
+def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
+    moe, slides = config.moesaic, sliding_layers(config)
+    return Qwen2MoeConfig(
+        **common_config(config, dtype),
+        qkv_bias=config.base_model_type == "qwen2",
+        use_sliding_window=any(slides),
+        sliding_window=config.sliding_window if any(slides) else None,
+        layer_types=["sliding_attention" if slide else "full_attention" for slide in slides],
+        moe_intermediate_size=moe["padded_size"],
+        shared_expert_intermediate_size=_shared_size(moe),
+        num_experts=moe["num_routed"],
+        num_experts_per_tok=moe["num_active"],
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
+    """The weights by this architecture's names.
+
+    Gates are 1/K, so the routed W_down is K times ours; the shared expert's gate is sigmoid(0) =
+    1/2, so its W_down is twice ours.
+    """
+    state = common_state(model)
+    moe = model.config.moesaic
+    for layer, (block, factor) in enumerate(zip(blocks(model), factors, strict=True)):
+        router, experts, place = block.router, block.experts, f"model.layers.{layer}.mlp."
+        state[f"{place}gate.weight"] = router.score_proj.weight * factor
+        state[f"{place}experts.gate_up_proj"] = experts.gate_up_proj
+        state[f"{place}experts.down_proj"] = experts.down_proj * moe["num_active"]
+        for name, weight in shared_weights(block, _shared_size(moe)).items():
+            scaled = weight * 2 if name == "down_proj.weight" else weight
+            state[f"{place}shared_expert.{name}"] = scaled
+        hidden = experts.down_proj.shape[1]
+        state[f"{place}shared_expert_gate.weight"] = experts.down_proj.new_zeros(1, hidden)
+    return state
+
+
+def _shared_size(moe: dict[str, int]) -> int:
+    """In whole multiples of 8, as the experts; neurons of zero where there are none."""
+    return max(8, -(-moe["shared_size"] // 8) * 8)

@@ -1,0 +1,147 @@
+"""What stock MoE architectures ask of a converted model, and what they share with it.
+
+All of them are Llama's layers around another FFN, so a model of such a family keeps everything
+but the FFN's weights, by the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moesaic.errors import MoesaicError
+
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+_OTHER_ROUTER = (
+    "convert with --recipe moesaic, or serve this model as it is through transformers or vLLM's "
+    "Transformers backend (docs/serving.md)"
+)
+
+
+def check_converted_model(config: Any, name: str) -> None:
+    """Raises MoesaicError for what moesaic has not converted."""
+    if config.model_type != "moesaic":
+        raise MoesaicError(
+            f"{name} is a {config.model_type} model that moesaic has not converted; run moesaic "
+            "convert first, and export its output"
+        )
+
+
+def common_reasons(config: Any) -> list[str]:
+    """Why no stock MoE architecture can hold a converted model; empty where one may."""
+    moe, family = config.moesaic, config.base_model_type
+    router, ffn = moe["router"], moe["ffn"]
+    kind = router["kind"]
+    checks = (
+        (
+            family not in FAMILIES,
+            f"its family {family} has other layers than Llama's; {', '.join(FAMILIES)} fit",
+        ),
+        (
+            moe["num_routed"] == 0,
+            f"recipe {moe['recipe']['name']} left no experts: the model is a smaller dense one",
+        ),
+        (
+            moe["num_routed"] > 0 and kind != "linear",
+            f"its router is {kind}, stock ones are a matrix; {_OTHER_ROUTER}",
+        ),
+        (
+            moe["num_routed"] > 0 and router["gating"] != "topk",
+            f"its tokens run different numbers of experts, stock ones the same; {_OTHER_ROUTER}",
+        ),
+        (
+            moe["output_bias"] or ffn["bias"],
+            "its FFN has biases, stock MoE layers have none; convert with intercept: false where "
+            "they come from the repair",
+        ),
+        (not ffn["gated"], "its FFN has no gate projection, stock experts have one"),
+        (
+            ffn["gated"] and ffn["activation"] not in ("silu", "swish"),
+            f"its FFN computes {ffn['activation']}, the engines' experts silu",
+        ),
+        (
+            family != "qwen2" and bool(getattr(config, "attention_bias", False)),
+            "its attention output has a bias",
+        ),
+    )
+    return [reason for wrong, reason in checks if wrong]
+
+
+def sliding_layers(config: Any) -> list[bool]:
+    """Which layers look at a window that is shorter than the context."""
+    window = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    if not window or not used or window >= config.max_position_embeddings:
+        return [False] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """The attributes that a stock configuration takes over as they are."""
+    rope = dict(config.rope_parameters)
+    rope.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
+    heads = config.num_attention_heads
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_parameters": rope,
+        "partial_rotary_factor": rope["partial_rotary_factor"],
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+        "dtype": dtype,
+    }
+
+
+def common_state(model: Any) -> dict[str, torch.Tensor]:
+    """Every weight outside the FFNs, by Llama's names (views; Phi-3's joint projection is cut)."""
+    config = model.config
+    prefix = config.moesaic["ffn"]["path"].rpartition(".")[2]
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if f".{prefix}." in name or name in model.all_tied_weights_keys:
+            continue
+        if name.endswith("qkv_proj.weight"):
+            dim = getattr(config, "head_dim", None)
+            dim = dim or config.hidden_size // config.num_attention_heads
+            queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+            parts = tensor.split([queries, keys, keys])
+            for letter, part in zip("qkv", parts, strict=True):
+                state[name.replace("qkv_proj", f"{letter}_proj")] = part
+        else:
+            state[name] = tensor
+    return state
+
+
+def blocks(model: Any) -> list[Any]:
+    """The MoE block of every layer."""
+    base = getattr(model, model.base_model_prefix)
+    moe = model.config.moesaic
+    return [base.get_submodule(moe["ffn"]["path"].format(layer)) for layer in moe["layers"]]
+
+
+def shared_weights(block: Any, size: int) -> dict[str, torch.Tensor]:
+    """The shared expert's weights, filled up with neurons of zero to `size` of them."""
+    experts_down = block.experts.down_proj
+    hidden = experts_down.shape[1]
+    found = {}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        dim = 1 if name == "down_proj" else 0
+        shape = (hidden, size) if dim else (size, hidden)
+        weight = experts_down.new_zeros(shape)
+        if block.shared_expert is not None:
+            own = getattr(block.shared_expert, name).weight.detach()
+            weight.narrow(dim, 0, own.shape[dim]).copy_(own)
+        found[f"{name}.weight"] = weight
+    return found
