@@ -9,12 +9,15 @@ def test_public_names() -> None:
     assert moesaic.__all__ == [
         "RECIPES",
         "ConversionReport",
+        "ExportReport",
         "Layout",
         "MoesaicError",
         "Recipe",
         "__version__",
         "compare",
         "convert",
+        "explain",
+        "export",
         "load_recipe",
         "perplexity",
     ]

@@ -5,6 +5,7 @@ from moesaic.compare import compare
 from moesaic.convert import convert
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
+from moesaic.export import ExportReport, explain, export
 from moesaic.layout import Layout
 from moesaic.recipe import RECIPES, Recipe, load_recipe
 from moesaic.report import ConversionReport
@@ -12,12 +13,15 @@ from moesaic.report import ConversionReport
 __all__ = [
     "RECIPES",
     "ConversionReport",
+    "ExportReport",
     "Layout",
     "MoesaicError",
     "Recipe",
     "__version__",
     "compare",
     "convert",
+    "explain",
+    "export",
     "load_recipe",
     "perplexity",
 ]

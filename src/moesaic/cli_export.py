@@ -77,4 +77,6 @@ def _print(report: ExportReport) -> None:
             f"most; {changed:.3%} of {found.tokens} tokens run other experts in the worst layer; "
             f"perplexity {found.perplexity:.4f}, before the export {found.original_perplexity:.4f}"
         )
+    for line in report.warnings:
+        out.print(f"note: {line}")
     out.print(f"written to {report.output} ({report.architecture}), which needs no moesaic")

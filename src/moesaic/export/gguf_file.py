@@ -36,12 +36,11 @@ def supports(config: Any, tokenizer: Any, architecture: str) -> list[str]:
         reasons.append(f"its rope scaling is {rope}; GGUF is written for none and linear")
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
     if architecture == "qwen2_moe":
         if any(sliding_layers(config)):
             reasons.append("llama.cpp gives qwen2moe no sliding windows")
-        if heads * head_dim != config.hidden_size or partial != 1:
-            reasons.append("llama.cpp's qwen2moe wants heads * head_dim = hidden_size, all rotated")
+        if heads * head_dim != config.hidden_size:
+            reasons.append("llama.cpp's qwen2moe wants heads * head_dim = hidden_size")
     if config.moesaic["num_routed"] == 1:
         reasons.append("llama.cpp takes a single expert for none")
     try:
@@ -163,10 +162,7 @@ def _tensors(stock: Any, device: str | None = None) -> Iterator[tuple[str, torch
     config = stock.config
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
     ours = config.model_type == "qwen2_moe"
-    tied = stock.all_tied_weights_keys if not ours else {}
     for key, tensor in stock.state_dict().items():
-        if key in tied:
-            continue
         tensor = tensor if device is None else tensor.to(device)
         stem, _, suffix = key.rpartition(".")
         if key.endswith("mlp.experts.gate_up_proj"):

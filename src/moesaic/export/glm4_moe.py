@@ -28,7 +28,14 @@ def supports(config: Any) -> list[str]:
             f"its attention looks at windows of {config.sliding_window} tokens, glm4_moe at all; "
             "qwen2_moe may fit"
         )
+    if config.moesaic["num_routed"] == 1:
+        reasons.append("it has one routed expert, glm4_moe at least two")
     return reasons
+
+
+def warnings(config: Any) -> list[str]:
+    """What engines do otherwise than transformers: nothing that is known."""
+    return []
 
 
 def route(

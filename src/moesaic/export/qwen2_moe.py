@@ -25,7 +25,25 @@ def supports(config: Any) -> list[str]:
     reasons = common_reasons(config)
     if config.base_model_type == "qwen3":
         reasons.append("its queries and keys are normalised, those of qwen2_moe are not")
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1:
+        reasons.append("it rotates a part of each head, qwen2_moe all of it")
     return reasons
+
+
+def warnings(config: Any) -> list[str]:
+    """What engines do otherwise than transformers."""
+    found = []
+    if any(sliding_layers(config)):
+        found.append(
+            "vLLM's qwen2_moe knows no sliding windows: serve with --max-model-len "
+            f"{config.sliding_window} there"
+        )
+    heads = config.num_attention_heads
+    if (getattr(config, "head_dim", None) or config.hidden_size // heads) * heads != (
+        config.hidden_size
+    ):
+        found.append("vLLM's qwen2_moe wants heads * head_dim = hidden_size: it will not load")
+    return found
 
 
 def route(
@@ -40,7 +58,7 @@ def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
     moe, slides = config.moesaic, sliding_layers(config)
     return Qwen2MoeConfig(
         **common_config(config, dtype),
-        qkv_bias=config.base_model_type == "qwen2",
+        qkv_bias=True,  # vLLM's always has them: zeros where the model has none
         use_sliding_window=any(slides),
         sliding_window=config.sliding_window if any(slides) else None,
         layer_types=["sliding_attention" if slide else "full_attention" for slide in slides],
@@ -61,6 +79,9 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
     1/2, so its W_down is twice ours.
     """
     state = common_state(model)
+    for name, weight in list(state.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            state.setdefault(name.replace("weight", "bias"), weight.new_zeros(len(weight)))
     moe = model.config.moesaic
     for layer, (block, factor) in enumerate(zip(blocks(model), factors, strict=True)):
         router, experts, place = block.router, block.experts, f"model.layers.{layer}.mlp."

@@ -47,18 +47,19 @@ class ExportReport:
     dtype: str
     scales: list[Scale]
     comparison: Comparison | None
+    warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def explain(model: str, trust_remote_code: bool = False) -> dict[str, list[str]]:
+def explain(model: str | Path, trust_remote_code: bool = False) -> dict[str, list[str]]:
     """For every format why it cannot hold a converted model; empty lists where it can.
 
     Reads the configuration, the tokenizer and, of a local folder, what training would have moved.
     """
     config = load_config(model, trust_remote_code)
-    check_converted_model(config, model)
+    check_converted_model(config, str(model))
     tokenizer = load_tokenizer(model, trust_remote_code)
     folder = Path(resolve(model))
     trained = _trained(_stored(folder)) if folder.is_dir() else set()
@@ -67,7 +68,7 @@ def explain(model: str, trust_remote_code: bool = False) -> dict[str, list[str]]
 
 @torch.no_grad()
 def export(
-    model: str,
+    model: str | Path,
     format: str,
     output: str | Path,
     *,
@@ -103,15 +104,14 @@ def export(
     path = Path(output)
     check_new(path, ".gguf" if one_file else "")
     config = load_config(model, trust_remote_code)
-    check_converted_model(config, model)
+    check_converted_model(config, str(model))
     tokenizer = load_tokenizer(model, trust_remote_code)
     _check(model, format, _reasons(config, format, tokenizer, set()))
     target = TARGETS[GGUF.get(format, format)]
     length = min(window_length([config], None), 512)
     probe_ids = to_ids(verify or "demo", tokenizer, heldout=True)
     progress(f"reading {model}")
-    loaded = load_model(model, "auto" if dtype in ("auto", *gguf_file.OWN) else dtype,
-                        trust_remote_code)  # fmt: skip
+    loaded = load_model(model, "auto" if one_file else dtype, trust_remote_code)
     trained = _trained(loaded.state_dict().items())
     _check(model, format, _reasons(config, format, tokenizer, trained))
 
@@ -126,14 +126,6 @@ def export(
         )
     ]  # fmt: skip
     stock = _build(target, loaded, [scale.factor for scale in scales], model)
-    quick = compare_models(loaded, stock, probe_ids[: 2 * length], length, 2 * length)
-    if not quick.mean < UNFAITHFUL:
-        raise MoesaicError(
-            f"{model} as {stock.config.model_type} differs from the original by {quick.mean:.2g} "
-            "of the logits' rms: it computes something that this architecture does not; serve the "
-            "model as it is (docs/serving.md)"
-        )
-    comparison = None
     with new_path(path) as part:
         progress(f"writing {path}")
         if one_file:
@@ -141,12 +133,34 @@ def export(
         else:
             stock.save_pretrained(part, max_shard_size=SHARD_SIZE)
             tokenizer.save_pretrained(part)
+            # What was written counts, not what was meant to be.
+            stock = AutoModelForCausalLM.from_pretrained(part, dtype="auto").eval()
+        progress("comparing with the original")
+        quick = compare_models(loaded, stock, probe_ids[: 2 * length], length, 2 * length)
+        if not quick.mean < UNFAITHFUL:
+            changed = max(scale.changed for scale in scales)
+            raise MoesaicError(
+                f"{model} as {stock.config.model_type} differs from the original by "
+                f"{quick.mean:.2g} of the logits' rms; "
+                + (
+                    f"at this epsilon {changed:.1%} of the tokens run other experts: leave it out"
+                    if epsilon and changed > 0.01
+                    else "it computes something that this architecture does not: serve the model "
+                    "as it is (docs/serving.md)"
+                )
+            )
+        comparison = None
         if verify is not None:
-            progress("comparing with the original")
-            if not one_file:
-                stock = AutoModelForCausalLM.from_pretrained(part, dtype="auto").eval()
             comparison = compare_models(loaded, stock, probe_ids, length, VERIFY_TOKENS)
-        report = ExportReport(format, stock.config.model_type, str(path), dtype, scales, comparison)
+        report = ExportReport(
+            format,
+            stock.config.model_type,
+            str(path),
+            dtype,
+            scales,
+            comparison,
+            target.warnings(config),
+        )
         if not one_file:
             (part / "README.md").write_text(export_card(report, config), "utf-8")
             text = json.dumps({"recipe": config.moesaic["recipe"]} | report.to_dict(), indent=2)
@@ -170,12 +184,12 @@ def _reasons(config: Any, format: str, tokenizer: Any, trained: set[str]) -> lis
     return reasons
 
 
-def _check(model: str, format: str, reasons: list[str]) -> None:
+def _check(model: str | Path, format: str, reasons: list[str]) -> None:
     if reasons:
         raise MoesaicError(f"{model} does not fit {format}: {'; '.join(reasons)}")
 
 
-def _build(target: ModuleType, model: Any, factors: list[float], name: str) -> Any:
+def _build(target: ModuleType, model: Any, factors: list[float], name: str | Path) -> Any:
     """The stock model, around the converted one's tensors."""
     config = target.stock_config(model.config, model.dtype)
     with init_empty_weights(include_buffers=False):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 EXPONENTS = range(-16, -3)  # of the scale times the scores' standard deviation
-GATE_ERROR = 5e-4  # root mean square of gate - 1 that is spent on keeping the choices
+GATE_ERROR = 2e-4  # root mean square of gate - 1 that is spent on keeping the choices
 MOST_CHANGED = 1 / 2000  # share of tokens above which four times as much is spent
 
 # Scaled scores (T, R) and scaled selection bias (R,) to chosen experts and their gates (T, K).

@@ -94,7 +94,7 @@ def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
+        "tie_word_embeddings": False,  # vLLM's glm4_moe takes no tied head: it is written out
         "rope_parameters": rope,
         "partial_rotary_factor": rope["partial_rotary_factor"],
         "bos_token_id": config.bos_token_id,
@@ -105,12 +105,15 @@ def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def common_state(model: Any) -> dict[str, torch.Tensor]:
-    """Every weight outside the FFNs, by Llama's names (views; Phi-3's joint projection is cut)."""
+    """Every weight outside the FFNs, by Llama's names: views.
+
+    Phi-3's joint projection is cut; a head that is tied to the embeddings is one of its own.
+    """
     config = model.config
     prefix = config.moesaic["ffn"]["path"].rpartition(".")[2]
     state = {}
     for name, tensor in model.state_dict().items():
-        if f".{prefix}." in name or name in model.all_tied_weights_keys:
+        if f".{prefix}." in name:
             continue
         if name.endswith("qkv_proj.weight"):
             dim = getattr(config, "head_dim", None)
@@ -119,6 +122,8 @@ def common_state(model: Any) -> dict[str, torch.Tensor]:
             parts = tensor.split([queries, keys, keys])
             for letter, part in zip("qkv", parts, strict=True):
                 state[name.replace("qkv_proj", f"{letter}_proj")] = part
+        elif name in model.all_tied_weights_keys:
+            state[name] = tensor.clone()  # saving drops what shares its memory
         else:
             state[name] = tensor
     return state

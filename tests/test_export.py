@@ -1,0 +1,411 @@
+"""Exports to stock MoE architectures: the same logits and choices, or a reason."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic.cli import main
+from moesaic.errors import MoesaicError
+from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
+from moesaic.export.folder import new_path
+from moesaic.export.scale import choose_scale, chosen
+from moesaic.load import load_model
+from tests.families import VOCABULARY, tokens
+from tests.stock_models import DENSE, converted_folder, dense_model, tokenizer
+
+TEXT = "the cat sat in a hat and the rat in a bin " * 60
+HELD = {
+    "glm4_moe": [name for name in DENSE if "sliding" not in name],
+    "qwen2_moe": [name for name in DENSE if name not in ("qwen3", "phi3, partial")],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One converted model of each kind, made once."""
+    root = tmp_path_factory.mktemp("converted")
+    return {name: converted_folder(name, root / str(i)) for i, name in enumerate(DENSE)}
+
+
+def exported(folder: Path, format: str, output: Path, **options: Any) -> Any:
+    report = moesaic.export(str(folder), format, output, **options)
+    return report, AutoModelForCausalLM.from_pretrained(output).eval()
+
+
+# --- the same function -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("format", "name"), [(f, n) for f, names in HELD.items() for n in names])
+def test_a_stock_model_gives_the_same_logits(
+    format: str, name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Within 5e-3 of logits of rms 1, and on the same inputs the same experts."""
+    report, stock = exported(folders[name], format, tmp_path / "out")
+    assert type(stock).__module__.startswith(f"transformers.models.{format}")
+    original, ids = load_model(folders[name]), tokens(16, 64, seed=5)
+    with torch.no_grad():
+        expected, found = original(ids).logits, stock(ids).logits
+    rms = expected.square().mean().sqrt()
+    error = (found - expected).abs() / rms
+    assert error.mean() < 1e-3
+    # A tie that falls the other way shows in all later tokens of its window: in three at most.
+    assert error.amax((1, 2)).sort().values[-4] < 5e-3
+    assert max(scale.changed for scale in report.scales) < 1e-3
+    assert max(scale.gate_error for scale in report.scales) < 2e-3
+
+
+@pytest.mark.parametrize("layout", ["S0A3E8", "S1A5E6", "S2A1E4"])
+@pytest.mark.parametrize("format", list(HELD))
+def test_shared_experts_of_any_size(format: str, layout: str, tmp_path: Path) -> None:
+    folder = converted_folder("llama", tmp_path / "converted", layout=layout)
+    _, stock = exported(folder, format, tmp_path / "out")
+    ids = tokens(4, 64, seed=5)
+    with torch.no_grad():
+        expected, found = load_model(folder)(ids).logits, stock(ids).logits
+    assert ((found - expected).abs().mean() / expected.square().mean().sqrt()) < 1e-3
+
+
+def test_a_selection_bias_goes_with_glm4_moe(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Sigmoid's slope at 0 is 1/4; qwen2_moe has no such bias."""
+    model = load_model(folders["llama"])
+    for layer in model.model.layers:
+        layer.mlp.router.selection_bias.copy_(torch.randn(6))
+    model.save_pretrained(tmp_path / "biased")
+    tokenizer().save_pretrained(tmp_path / "biased")
+    _, stock = exported(tmp_path / "biased", "glm4_moe", tmp_path / "out")
+    ids = tokens(4, 64, seed=5)
+    with torch.no_grad():
+        difference = (model(ids).logits - stock(ids).logits).abs().mean()
+        unbiased = (load_model(folders["llama"])(ids).logits - stock(ids).logits).abs().mean()
+    assert difference < 1e-2 < 0.05 < unbiased
+    with pytest.raises(MoesaicError, match="selection bias"):
+        moesaic.export(str(tmp_path / "biased"), "qwen2_moe", tmp_path / "no")
+    reasons = moesaic.explain(str(tmp_path / "biased"))
+    assert not reasons["glm4_moe"]
+    assert "selection bias" in reasons["qwen2_moe"][0]
+
+
+def test_trained_gates_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(folders["llama"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.router.expert_scale[2] = 0.01
+    model.save_pretrained(tmp_path / "trained")
+    tokenizer().save_pretrained(tmp_path / "trained")
+    with pytest.raises(MoesaicError, match="expert_scale"):
+        moesaic.export(str(tmp_path / "trained"), "glm4_moe", tmp_path / "no")
+    assert all("expert_scale" in why[0] for why in moesaic.explain(tmp_path / "trained").values())
+    assert not (tmp_path / "no").exists()
+
+
+def test_bf16_keeps_its_dtype_and_the_scores_their_bits(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Scales are powers of two: the router's weights lose nothing."""
+    report, stock = exported(folders["qwen3"], "glm4_moe", tmp_path / "out", dtype="bfloat16")
+    assert stock.dtype == torch.bfloat16
+    own = load_model(folders["qwen3"], "bfloat16")
+    for layer, other, scale in zip(
+        own.model.layers, stock.model.layers, report.scales, strict=True
+    ):
+        weight = other.mlp.gate.weight.float() / scale.factor
+        assert torch.equal(weight, layer.mlp.router.score_proj.weight.float())
+
+
+def test_the_output_needs_no_moesaic(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Loaded in a process that cannot import us, with its tokenizer; weights in hub layout."""
+    outputs = []
+    for format in HELD:
+        moesaic.export(str(folders["llama"]), format, tmp_path / format, verify=None)
+        outputs.append(str(tmp_path / format))
+    ids = tokens(2, 20, seed=5)
+    torch.save(ids, tmp_path / "ids.pt")
+    code = """
+import sys, torch
+sys.modules["moesaic"] = None
+from transformers import AutoModelForCausalLM, AutoTokenizer
+ids = torch.load(sys.argv[1])
+found = []
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("the cat").input_ids
+    with torch.no_grad():
+        found.append(model(ids).logits)
+    assert model.generate(ids[:1], max_new_tokens=3, do_sample=False).shape[1] > 20
+torch.save(found, sys.argv[1])
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "ids.pt", *outputs], check=True)
+    with torch.no_grad():
+        expected = load_model(folders["llama"])(ids).logits
+    for found in torch.load(tmp_path / "ids.pt"):
+        assert (found - expected).abs().mean() < 1e-3
+    for format in HELD:
+        names = {path.name for path in (tmp_path / format).iterdir()}
+        assert names >= {"config.json", "generation_config.json", "tokenizer.json", "README.md",
+                         "model.safetensors", "moesaic_export.json"}  # fmt: skip
+        assert not any(name.endswith(".py") for name in names)
+        config = json.loads((tmp_path / format / "config.json").read_text())
+        assert "auto_map" not in config
+        keys = set(load_file(tmp_path / format / "model.safetensors"))
+        assert keys >= {"model.layers.0.mlp.experts.5.up_proj.weight", "lm_head.weight"}
+
+
+# --- the scale of the scores -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", [glm4_moe.route, qwen2_moe.route])
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 100), st.integers(1, 5), st.sampled_from([1e-3, 1.0, 50.0]))
+def test_gates_are_one_and_choices_kept(route: Any, seed: int, active: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x_TD = torch.randn(512, 16, generator=generator)
+    weight_RD = torch.randn(6, 16, generator=generator) * spread
+    scale = choose_scale(x_TD, weight_RD, torch.zeros(6), active, route)
+    assert scale.gate_error <= 2e-3
+    assert scale.changed <= 4 / 512
+    assert float(torch.tensor(scale.factor).log2()) % 1 == 0
+
+
+def test_a_scale_by_hand() -> None:
+    """Two experts, scores +1 and -1: gates of two chosen ones are 1 +- tanh(scale / 2)."""
+    x_TD, weight_RD = torch.ones(4, 1), torch.tensor([[1.0], [-1.0]])
+    for target, expected in ((glm4_moe, 2.0**-10), (qwen2_moe, 2.0**-9)):
+        scale = choose_scale(x_TD, weight_RD, torch.zeros(2), 2, target.route, 2.0**-10)
+        spread = 2.0 ** round(torch.tensor(8 / 7).sqrt().log2().item())
+        assert scale.factor == 2.0**-10 / spread
+        assert scale.gate_error == pytest.approx(expected / 2, rel=1e-2)
+        assert scale.changed == 0
+
+
+def test_smaller_scales_bring_gates_nearer_to_one_and_choices_apart() -> None:
+    torch.manual_seed(0)
+    x_TD, weight_RD = torch.randn(4096, 64), torch.randn(32, 64)
+    found = [
+        choose_scale(x_TD, weight_RD, torch.zeros(32), 16, glm4_moe.route, 2.0**power)
+        for power in (-6, -10, -16)
+    ]
+    errors, changes = [s.gate_error for s in found], [s.changed for s in found]
+    assert errors == sorted(errors, reverse=True)
+    assert changes == sorted(changes)
+    assert changes[-1] > 0.01
+
+
+def test_chosen_marks_each_index() -> None:
+    found = chosen(torch.tensor([[0, 2], [1, 2]]), 4)
+    assert found.int().tolist() == [[1, 0, 1, 0], [0, 1, 1, 0]]
+
+
+# --- GGUF --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("format", ["gguf", "gguf-qwen2moe"])
+def test_a_gguf_file_holds_the_stock_models_weights(
+    format: str, dtype: str, tmp_path: Path
+) -> None:
+    folder = converted_folder("qwen2", tmp_path / "converted", hidden=64, neurons=256)
+    moesaic.export(str(folder), format, tmp_path / "out.gguf", dtype=dtype)
+    target = run.GGUF[format]
+    _, stock = exported(folder, target, tmp_path / "stock")
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    assert reader.fields["general.architecture"].contents() == target.replace("_", "")
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    tolerance = {"auto": 1e-6, "float16": 1e-3, "bfloat16": 8e-3, "q8_0": 2e-2}[dtype]
+    names = dict(gguf_file._tensors(stock))
+    assert found.keys() == names.keys()
+    for name, tensor in names.items():
+        values = gguf.quants.dequantize(found[name].data, found[name].tensor_type)
+        assert values.shape == tuple(tensor.shape)
+        expected = tensor.float().numpy()
+        limit = 1e-6 if "ffn_gate_inp" in name or expected.ndim == 1 else tolerance
+        assert abs(values - expected).max() <= limit * max(abs(expected).max(), 1e-3), name
+    assert all(f"blk.2.ffn_{part}_exps.weight" in found for part in ("gate", "up", "down"))
+
+
+def test_a_gguf_vocabulary_is_the_tokenizers(folders: dict[str, Path], tmp_path: Path) -> None:
+    moesaic.export(str(folders["llama"]), "gguf", tmp_path / "out.gguf")
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    words = fields["tokenizer.ggml.tokens"].contents()
+    own = tokenizer()
+    assert len(words) == VOCABULARY
+    assert words[: len(own)] == own.convert_ids_to_tokens(range(len(own)))
+    assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+    assert fields["tokenizer.ggml.merges"].contents() == ["t h", "th e", "i n", "Ġ a"]
+    assert fields["tokenizer.ggml.bos_token_id"].contents() == 1
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is False
+    types = fields["tokenizer.ggml.token_type"].contents()
+    assert types[:4] == [3, 3, 3, 1]
+    assert types[len(own) :] == [5] * (VOCABULARY - len(own))
+
+
+def test_a_sentencepiece_vocabulary_scores_by_merge_rank(shared: Path, tmp_path: Path) -> None:
+    from moesaic.export.gguf_vocab import read_vocabulary
+    from moesaic.load import load_tokenizer
+
+    found = read_vocabulary(load_tokenizer(shared / "models" / "stories260K"), 512)
+    assert (found.model, found.space_prefix) == ("llama", True)
+    assert found.types[:4] == [2, 3, 3, 6]
+    spec = json.loads((shared / "models" / "stories260K" / "tokenizer.json").read_text())
+    first = spec["model"]["merges"][0]
+    assert found.scores is not None
+    assert found.scores[found.tokens.index("".join(first if isinstance(first, list) else
+                                                   first.split()))] == 0  # fmt: skip
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"format": "glm_moe"}, "unknown format 'glm_moe': did you mean glm4_moe"),
+        ({"dtype": "float16"}, "float16: the scaled router weights are below its range"),
+        ({"dtype": "float"}, "unknown dtype"),
+        ({"epsilon": 2.0}, "epsilon 2.0 is outside"),
+        ({"format": "gguf"}, "one file for llama.cpp"),
+        ({"model": "demo"}, "is a llama model that moesaic has not converted"),
+        ({"model": "nowhere/at/all"}, "no such model folder"),
+        ({"verify": "missing.txt"}, "no such text"),
+    ],
+)
+def test_bad_arguments_leave_nothing(
+    options: dict[str, Any], reason: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = {"model": str(folders["llama"]), "format": "glm4_moe"} | options
+    with pytest.raises(MoesaicError, match=reason):
+        moesaic.export(output=tmp_path / "out", **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format", "reason"),
+    [
+        ("cmoe", "glm4_moe", "its router is representative"),
+        ("moesaic-dynamic", "glm4_moe", "different numbers of experts"),
+        ("static", "qwen2_moe", "left no experts"),
+        ("random", "gguf", "its router is random"),
+    ],
+)
+def test_recipes_that_stock_routers_cannot_hold(
+    recipe: str, format: str, reason: str, tmp_path: Path
+) -> None:
+    folder = converted_folder("llama", tmp_path / "converted", recipe)
+    with pytest.raises(MoesaicError, match=reason):
+        moesaic.export(str(folder), format, tmp_path / "out.gguf")
+    assert any(reason in why for why in moesaic.explain(str(folder))[format])
+    assert [path.name for path in tmp_path.iterdir()] == ["converted"]
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "reason"),
+    [
+        ("mistral, sliding", "glm4_moe", "windows of 8 tokens"),
+        ("qwen2, sliding", "gguf", "windows of 8 tokens"),
+        ("qwen2, sliding", "gguf-qwen2moe", "no sliding windows"),
+        ("qwen3", "qwen2_moe", "queries and keys are normalised"),
+        ("llama, llama3 rope", "gguf", "rope scaling is llama3"),
+        ("phi3, partial", "gguf-qwen2moe", "a part of each head"),
+        ("llama, tied, head_dim 16", "gguf-qwen2moe", "heads . head_dim = hidden_size"),
+    ],
+)
+def test_models_that_a_format_cannot_hold(
+    name: str, format: str, reason: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(MoesaicError, match=reason):
+        moesaic.export(str(folders[name]), format, tmp_path / "out.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_exists_is_kept(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(MoesaicError, match="exists"):
+        moesaic.export(str(folders["llama"]), "glm4_moe", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_an_interrupted_export_leaves_nothing_under_its_name(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with new_path(tmp_path / "out") as part:
+            part.mkdir()
+            (part / "half").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_computes_something_else_is_not_kept(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = glm4_moe.stock_state
+
+    def wrong(model: Any, factors: list[float]) -> Any:
+        state = real(model, factors)
+        return {k: v * 1.5 if "down_proj" in k else v for k, v in state.items()}
+
+    monkeypatch.setattr(glm4_moe, "stock_state", wrong)
+    with pytest.raises(MoesaicError, match="differs from the original"):
+        moesaic.export(str(folders["llama"]), "glm4_moe", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_epsilon_that_loses_the_choices_is_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(MoesaicError, match=r"at this epsilon .* run other experts"):
+        moesaic.export(str(folders["llama"]), "glm4_moe", tmp_path / "out", epsilon=2.0**-23)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_without_a_place_is_refused(tmp_path: Path) -> None:
+    """Nothing of the model is dropped silently."""
+    model = dense_model("llama")
+    converted, _ = moesaic.convert(model, "moesaic", "S2A3E8", tokens(8, 64, seed=1))
+    converted.model.layers[0].self_attn.extra = torch.nn.Linear(4, 4)
+    with pytest.raises(MoesaicError, match=r"no place for .*extra"):
+        run._build(glm4_moe, converted, [1.0] * 3, "it")
+
+
+def test_the_command_exports_explains_and_verifies(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "text.txt").write_text(TEXT)
+
+    def call(*words: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["moesaic", "export", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0)
+
+    folder = folders["mistral, sliding"]
+    assert call(folder, "--explain") == 0
+    assert "windows of 8" in " ".join(capsys.readouterr().out.split())
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    assert call(folder, "--format", "qwen2_moe", "--output", out, "--verify",
+                tmp_path / "text.txt", "--json", report) == 0  # fmt: skip
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "perplexity" in printed
+    assert "--max-model-len 8" in printed
+    found = json.loads(report.read_text())
+    assert found["comparison"]["mean"] < 1e-3
+    assert found["comparison"]["perplexity"] == pytest.approx(
+        found["comparison"]["original_perplexity"], rel=1e-3
+    )
+    assert call(folder, "--format", "qwen2_moe", "--output", out) == 2
+    assert "exists" in capsys.readouterr().err
+    assert call(folder) == 2
