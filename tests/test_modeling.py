@@ -175,3 +175,11 @@ def test_half_precision_keeps_scale_and_bias_in_float32(dtype: torch.dtype, tmp_
         router.expert_scale += 0.01
     _, gate = router(torch.randn(4, 32, dtype=dtype))
     assert ((gate > 1) & (gate < 1.01)).all()
+
+
+@pytest.mark.parametrize("recipe", ["cmoe", "moesaic", "moesaic-dynamic"])
+def test_a_routers_state_is_more_than_a_weight(recipe: str) -> None:
+    """vLLM's Transformers backend replaces a router whose only state is `weight` by its own."""
+    names = set(block_of(recipe=recipe).router.state_dict())
+    assert {"expert_scale", "selection_bias"} < names
+    assert "weight" not in names

@@ -16,7 +16,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Grain = Annotated[
     str,
     typer.Option(
-        help="coarse, medium or fine: at most 16, 64, 256 experts; slower, more accurate."
+        help="coarse, medium or fine: at most 16, 32, 128 experts; slower, more accurate."
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]

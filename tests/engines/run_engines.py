@@ -1,0 +1,243 @@
+"""Exports served by vLLM and llama.cpp, against transformers in fp32: `make test-engines`.
+
+Each model is converted, exported and asked for greedy tokens with their log-probabilities. Every
+token must be transformers' own choice, or tie with it; every log-probability must agree. Where
+two experts of a token tie in float32 an engine may run the other one: from there on that answer
+is not held to the bounds, and is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import moesaic
+from moesaic.data import to_ids
+from moesaic.demo import demo_path
+from moesaic.load import load_model, load_tokenizer
+from tests.stock_models import dense_model, tokenizer
+
+HERE = Path(__file__).parent
+SHARED = Path(__file__).parents[3] / "shared"
+PROMPTS, PROMPT, ANSWER = 6, 16, 16  # prompts, their tokens, tokens asked for
+TIE = 1e-3  # of two log-probabilities
+# Largest difference of log-probabilities, and of two scores in [0, 1] that count as a tie of
+# experts: two steps of float32; llama.cpp's keys and values are in float16.
+BOUNDS = {"vLLM": (1e-4, 2.0**-23), "llama.cpp": (5e-2, 2.0**-20)}
+console = Console(width=130)
+
+
+def dense_folders(root: Path) -> dict[str, Path]:
+    """Real models and tiny random ones, whose attention the engines have kernels for."""
+    found = {"demo": demo_path()}
+    if (SHARED / "models").is_dir():
+        found["stories260K"] = SHARED / "models" / "stories260K"
+    for name in ("qwen2", "qwen3", "phi3", "mistral"):
+        folder = root / f"dense-{name}"
+        dense_model(name, hidden=128, neurons=352, layers=2).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        found[name] = folder
+    return found
+
+
+def convert(name: str, dense: Path, root: Path, recipe: str) -> Path:
+    folder = root / f"{name}-{recipe}"
+    if not folder.exists():
+        text = "demo"
+        ids = to_ids(text, load_tokenizer(dense))
+        moesaic.convert(
+            load_model(dense, "float32"), recipe, "S2A4E8", ids, tokenizer=load_tokenizer(dense),
+            samples=16, sequence_length=64, output=folder,
+        )  # fmt: skip
+    return folder
+
+
+def prompts_of(folder: Path) -> list[list[int]]:
+    ids = to_ids("demo", load_tokenizer(folder), heldout=True)
+    return ids[: PROMPTS * PROMPT].view(PROMPTS, PROMPT).tolist()
+
+
+def ask(python: Path, script: str, model: Path, prompts: Any, root: Path, *more: str) -> Any:
+    asked, answers = root / "prompts.json", root / "answers.json"
+    asked.write_text(json.dumps(prompts))
+    answers.unlink(missing_ok=True)
+    words = [python, HERE / script, model, str(ANSWER), asked, answers, *more]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if not answers.exists():
+        raise SystemExit(f"{script} failed on {model}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return json.loads(answers.read_text())
+
+
+@torch.no_grad()
+def judge(model: Any, prompts: Any, answers: Any, engine: str) -> tuple[float, int, int, bool]:
+    """Largest difference of log-probabilities, ties of tokens and of experts, whether all is well.
+
+    `model` is transformers' in fp32, which reads every answer at once.
+    """
+    bound, same = BOUNDS[engine]
+    largest, tied, expert_ties, fine = 0.0, 0, 0, True
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + [token for token, _ in answer]])
+        with _margins(model) as margins:
+            logp_LV = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        # Positions from which on another expert may have run.
+        margin_L = torch.stack(margins).amin(0) if margins else torch.ones(ids.shape[1])
+        tie = (margin_L < same).nonzero().flatten().tolist()
+        for step, (token, logp) in enumerate(answer):
+            place = len(prompt) - 1 + step
+            difference = abs(logp_LV[place, token].item() - logp)
+            gap = (logp_LV[place].max() - logp_LV[place, token]).item()
+            if difference > bound or gap > TIE:
+                if tie and tie[0] <= place:
+                    expert_ties += 1
+                    break
+                fine = False
+            tied += gap > 0
+            largest = max(largest, difference)
+    return largest, tied, expert_ties, fine
+
+
+class _margins:
+    """Between the last expert that runs and the first that does not, by layer and token."""
+
+    def __init__(self, model: Any):
+        self.modules = [
+            (layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router)
+            for layer in model.model.layers
+        ]
+        self.found: list[torch.Tensor] = []
+
+    def __enter__(self) -> list[torch.Tensor]:
+        self.handles = [module.register_forward_hook(self.hook) for module in self.modules]
+        return self.found
+
+    def hook(self, module: Any, inputs: Any, output: Any) -> None:
+        if len(output) != 3:
+            return  # our own router: no rounding of scores to a tiny range
+        logits_TR, _, index_TK = output
+        active = index_TK.shape[1]
+        score_TR = logits_TR.float().sigmoid() + getattr(module, "e_score_correction_bias", 0.0)
+        top_TK = score_TR.topk(active + 1, dim=1).values
+        self.found.append(top_TK[:, active - 1] - top_TK[:, active])
+
+    def __exit__(self, *unused: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def serve(words: list[Any], ask_at: Callable[[str], Any]) -> Any:
+    """Starts an HTTP server, asks it, and stops it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+    server = subprocess.Popen([*map(str, words), "--port", str(port)], stdout=log, stderr=log)
+    try:
+        for _ in range(300):
+            if server.poll() is not None:
+                break
+            try:
+                return ask_at(f"http://127.0.0.1:{port}/v1")
+            except OSError:
+                time.sleep(1)
+        log.seek(0)
+        raise SystemExit(f"no answer from {words}:\n{log.read()[-3000:]}")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def complete(url: str, model: str, prompt: str) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--vllm", type=Path, required=True, help="its python")
+    parser.add_argument("--llama", type=Path, required=True, help="its python")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    table = Table("engine", "model", "as", "largest difference", "token ties", "expert ties", "")
+    failed = []
+
+    def row(engine: str, name: str, form: str, found: tuple[float, int, int, bool]) -> None:
+        largest, tied, expert_ties, fine = found
+        well = fine and expert_ties <= 1
+        failed.extend([] if well else [f"{engine} {name} {form}"])
+        table.add_row(
+            engine, name, form, f"{largest:.1e}", str(tied), f"{expert_ties} of {PROMPTS}",
+            "as transformers" if well else "DIFFERS",
+        )  # fmt: skip
+        console.print(f"{engine}, {name}, {form}: {largest:.1e} {'' if well else 'DIFFERS'}")
+
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        for name, dense in dense_folders(root).items():
+            folder = convert(name, dense, root, "moesaic")
+            prompts = prompts_of(folder)
+            for form in ("glm4_moe", "qwen2_moe"):
+                if moesaic.explain(folder)[form]:
+                    continue
+                output = root / f"{name}-{form}"
+                moesaic.export(folder, form, output)
+                stock = AutoModelForCausalLM.from_pretrained(output).eval()
+                if stock.config.head_dim % 32 == 0:  # vLLM's CPU attention knows no others
+                    answers = ask(arguments.vllm, "ask_vllm.py", output, prompts, root)
+                    row("vLLM", name, form, judge(stock, prompts, answers, "vLLM"))
+                one = {"glm4_moe": "gguf", "qwen2_moe": "gguf-qwen2moe"}[form]
+                file = root / f"{name}-{form}.gguf"
+                moesaic.export(folder, one, file)
+                text = "def the(cat): in a hat"
+                *answers, cut = ask(arguments.llama, "ask_llama.py", file, prompts, root, text)
+                row("llama.cpp", name, one, judge(stock, prompts, answers, "llama.cpp"))
+                if cut != load_tokenizer(folder)(text)["input_ids"]:
+                    failed.append(f"llama.cpp cuts text otherwise: {name}")
+        for recipe in ("cmoe", "moesaic-dynamic"):
+            folder = convert("demo", demo_path(), root, recipe)
+            answers = ask(
+                arguments.vllm, "ask_vllm.py", folder, prompts_of(folder), root, "--own"
+            )  # fmt: skip
+            found = judge(load_model(folder), prompts_of(folder), answers, "vLLM")
+            row("vLLM", "demo", f"{recipe}, own architecture", found)
+
+        prompt = "import os\n\ndef main(argv):\n    "
+        folder = root / "demo-glm4_moe"
+        stock, words = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(folder)
+        ids = torch.tensor([words(prompt)["input_ids"]])
+        own = stock.generate(ids, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
+        expected = words.decode(own, skip_special_tokens=True)
+        vllm = [arguments.vllm.with_name("vllm"), "serve", folder, "--dtype", "float32",
+                "--max-model-len", 64, "--enforce-eager"]  # fmt: skip
+        llama = [arguments.llama, "-m", "llama_cpp.server", "--model", root / "demo-glm4_moe.gguf"]
+        for name, command in (("vLLM", vllm), ("llama.cpp", llama)):
+            text = serve(command, lambda url: complete(url, str(folder), prompt))
+            console.print(f"{name} over HTTP: {text!r}")
+            if text != expected:
+                failed.append(f"{name} over HTTP: {text!r} instead of {expected!r}")
+    console.print(table)
+    if failed:
+        sys.exit("\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()
