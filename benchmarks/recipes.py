@@ -33,6 +33,8 @@ def ablations() -> list[Recipe]:
     changes: list[tuple[Recipe, str, dict[str, Any]]] = [
         (ours, "no repair", {"repair": "none"}),
         (ours, "mean compensation only", {"repair": "mean"}),
+        (ours, "W_up refitted", {"up_steps": 4}),
+        (dynamic, "W_up refitted", {"up_steps": 4}),
         (ours, "no re-assignment", {"reassign_rounds": 0}),
         (ours, "random experts", {"grouping": "random", "reassign_rounds": 0}),
         (ours, "paper's k-means", {"grouping": "balanced-kmeans", "reassign_rounds": 0}),
@@ -48,7 +50,8 @@ def ablations() -> list[Recipe]:
     rows = [replace(base, name=f"{base.name}: {what}", **new) for base, what, new in changes]
     static = RECIPES["static-repaired"]
     observed = replace(static, name="static-repaired: by observability", importance="observability")
-    return [ours, dynamic, *rows, static, observed]
+    fitted = replace(static, name="static-repaired: W_up refitted", up_steps=4)
+    return [ours, dynamic, *rows, static, observed, fitted]
 
 
 def run(arguments: argparse.Namespace, recipes: list[Recipe], **changes: Any) -> Any:
@@ -98,6 +101,7 @@ def main() -> None:
     parser.add_argument("--text", default="demo")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--grain", default="medium")
+    parser.add_argument("--only", default="", help="ablation: rows whose name holds this")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     config = load_config(arguments.model)
@@ -108,8 +112,9 @@ def main() -> None:
     )
     ours = [RECIPES["moesaic"], RECIPES["moesaic-dynamic"], RECIPES["static-repaired"]]
     if arguments.what == "ablation":
-        result = run(arguments, ablations())
-        names = list(dict.fromkeys(recipe.name for recipe in ablations()))
+        recipes = [recipe for recipe in ablations() if arguments.only in recipe.name]
+        result = run(arguments, recipes)
+        names = list(dict.fromkeys(recipe.name for recipe in recipes))
         rows = [[name, *(ratio_of(result, name, s) for s in SPARSITIES)] for name in names]
         table(by_sparsity("recipe"), rows)
     elif arguments.what == "size":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import moesaic
 from moesaic.cli import main
 from moesaic.errors import MoesaicError
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
 from moesaic.export.folder import new_path
+from moesaic.export.gguf_vocab import PRE_TOKENIZERS, read_vocabulary
 from moesaic.export.scale import choose_scale, chosen
-from moesaic.load import load_model
+from moesaic.load import load_model, load_tokenizer
 from tests.families import VOCABULARY, tokens
 from tests.stock_models import DENSE, converted_folder, dense_model, tokenizer
 
@@ -252,9 +256,6 @@ def test_a_gguf_vocabulary_is_the_tokenizers(folders: dict[str, Path], tmp_path:
 
 
 def test_a_sentencepiece_vocabulary_scores_by_merge_rank(shared: Path, tmp_path: Path) -> None:
-    from moesaic.export.gguf_vocab import read_vocabulary
-    from moesaic.load import load_tokenizer
-
     found = read_vocabulary(load_tokenizer(shared / "models" / "stories260K"), 512)
     assert (found.model, found.space_prefix) == ("llama", True)
     assert found.types[:4] == [2, 3, 3, 6]
@@ -263,6 +264,59 @@ def test_a_sentencepiece_vocabulary_scores_by_merge_rank(shared: Path, tmp_path:
     assert found.scores is not None
     assert found.scores[found.tokens.index("".join(first if isinstance(first, list) else
                                                    first.split()))] == 0  # fmt: skip
+
+
+def word_level(spec: dict[str, Any]) -> None:
+    spec["model"] = {"type": "WordLevel", "vocab": {"a": 0, "<unk>": 1}, "unk_token": "<unk>"}
+
+
+def unknown_cut(spec: dict[str, Any]) -> None:
+    spec["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Isolated",
+             "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+             "use_regex": False},
+        ],
+    }  # fmt: skip
+
+
+def space_before(spec: dict[str, Any]) -> None:
+    spec["pre_tokenizer"]["add_prefix_space"] = True
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (word_level, "tokenizer is WordLevel, GGUF is written for BPE only"),
+        (unknown_cut, "cuts text by Split and ByteLevel in a way"),
+        (space_before, "cuts text by ByteLevel in a way"),
+    ],
+)
+def test_a_tokenizer_that_gguf_cannot_express(
+    change: Callable[[dict[str, Any]], None], reason: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = json.loads(tokenizer().backend_tokenizer.to_str())
+    change(spec)
+    other = Tokenizer.from_str(json.dumps(spec))
+    with pytest.raises(MoesaicError, match=reason):
+        read_vocabulary(PreTrainedTokenizerFast(tokenizer_object=other), VOCABULARY)
+    folder = tmp_path / "converted"
+    shutil.copytree(folders["llama"], folder)
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    assert any(reason in why for why in moesaic.explain(folder)["gguf"])
+    assert not moesaic.explain(folder)["glm4_moe"]
+
+
+@pytest.mark.parametrize(("name", "pattern"), [(v, k) for k, v in PRE_TOKENIZERS.items()])
+def test_known_regular_expressions_have_their_names(name: str, pattern: str) -> None:
+    spec = json.loads(tokenizer().backend_tokenizer.to_str())
+    unknown_cut(spec)
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    other = Tokenizer.from_str(json.dumps(spec))
+    found = read_vocabulary(PreTrainedTokenizerFast(tokenizer_object=other), VOCABULARY)
+    assert (found.model, found.pre) == ("gpt2", name)
 
 
 # --- bad input ---------------------------------------------------------------------------------

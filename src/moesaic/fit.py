@@ -23,7 +23,7 @@ from moesaic.modeling import MoesaicBlock, MoesaicRouter
 from moesaic.partition import Partition, partition
 from moesaic.profile import Profile, profile_ffn
 from moesaic.recipe import Recipe
-from moesaic.repair import NOTHING, Kept, Repair, choose_repairs
+from moesaic.repair import NOTHING, Kept, Repair, choose_repairs, with_up_rows
 from moesaic.routers import (
     FITTED,
     REPRESENTATIVE,
@@ -113,6 +113,15 @@ def fit_layer(
         repairs = choose_repairs(inputs, ffn, both, recipe.repair, recipe.intercept)
         repair, static_repair = repairs[0], repairs[-1]
         repaired = repair.apply(ffn, kept)
+        if recipe.up_steps and ffn.gated:
+            better = with_up_rows(inputs, ffn, repaired, kept, recipe.up_steps)
+            (again,) = choose_repairs(
+                inputs, better, [kept], recipe.repair, recipe.intercept, target=ffn
+            )
+            if again.error_after < repair.error_after:
+                repair, repaired = replace(again, up=True), again.apply(better, kept)
+            else:
+                notes.append("rows of W_up kept: refitted, they lose more on held-out tokens")
         notes += [repair.note] if repair.note else []
         if not all(torch.isfinite(tensor).all() for tensor in repaired.tensors().values()):
             repaired, repair = ffn, replace(repair, candidate=NOTHING)

@@ -122,7 +122,7 @@ def measure_layer(
         heldout=inputs.hold_out,
         relative_error=error(block_TD),
         references=references,
-        repair=None if fitted.repair is None else fitted.repair.candidate.name,
+        repair=None if fitted.repair is None else fitted.repair.name,
         notes=list(fitted.notes),
         kept_energy=fitted.parts.kept_energy,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from llama_cpp import Llama
 
 model, count, prompts, answers, *text = sys.argv[1:]
-llama = Llama(model, n_ctx=64, logits_all=True, verbose=True, n_threads=1)
+llama = Llama(model, n_ctx=64, logits_all=True, verbose=False, n_threads=1)
 found = []
 with open(prompts) as file:
     asked = json.load(file)

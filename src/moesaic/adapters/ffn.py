@@ -44,6 +44,13 @@ class DenseFFN:
         h_TF: torch.Tensor = act(gate_TF)
         return h_TF if self.gate_FD is None else h_TF * up_TF
 
+    def gates(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """act(gate x) (T, F), by which what up gives is multiplied; for an FFN with a gate."""
+        assert self.gate_FD is not None
+        act: Any = ACT2FN[self.activation]
+        gates_TF: torch.Tensor = act(linear(x_TD, self.gate_FD, self.gate_bias_F))
+        return gates_TF
+
     def output(self, h_TF: torch.Tensor) -> torch.Tensor:
         """F(x) (T, D) from the hidden state; 2 T D F FLOPs."""
         return linear(h_TF, self.down_DF, self.down_bias_D)

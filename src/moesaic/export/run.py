@@ -163,7 +163,9 @@ def export(
         )
         if not one_file:
             (part / "README.md").write_text(export_card(report, config), "utf-8")
-            text = json.dumps({"recipe": config.moesaic["recipe"]} | report.to_dict(), indent=2)
+            found = {"moesaic": config.moesaic} | report.to_dict()
+            del found["output"]  # a path of this machine
+            text = json.dumps(found, indent=2)
             (part / "moesaic_export.json").write_text(text + "\n", "utf-8")
     return report
 

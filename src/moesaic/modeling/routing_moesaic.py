@@ -15,6 +15,24 @@ from transformers.activations import ACT2FN
 from .configuration_moesaic import MoesaicConfig
 
 
+class MoesaicProjection(nn.Module):
+    """A linear layer that multiplies in float32, as stock routers do: bf16 reorders close experts.
+
+    No nn.Linear: vLLM's Transformers backend puts its own in their place, which keep the model's
+    dtype.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features).normal_(std=0.02))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(x.float(), self.weight.float(), bias)
+
+
 class MoesaicRouter(nn.Module):
     """Scores the routed experts and picks some of them for each token.
 
@@ -39,9 +57,9 @@ class MoesaicRouter(nn.Module):
         hidden, directions = config.hidden_size, router["features"]
         if router["kind"] in ("linear", "quadratic"):
             if directions:
-                self.feature_proj = nn.Linear(hidden, directions)
+                self.feature_proj = MoesaicProjection(hidden, directions, bias=True)
             width = hidden + directions * (directions + 1) // 2
-            self.score_proj = nn.Linear(width, num_routed, bias=False)
+            self.score_proj = MoesaicProjection(width, num_routed, bias=False)
         else:
             if ffn["gated"]:
                 self.gate_proj = nn.Linear(hidden, num_routed, bias=ffn["bias"])
@@ -56,15 +74,14 @@ class MoesaicRouter(nn.Module):
         x_TD = x_TD.float()
         if self.feature_proj is None:
             return x_TD
-        z_TC = _linear_fp32(x_TD, self.feature_proj)
+        z_TC = self.feature_proj(x_TD)
         i, j = torch.triu_indices(z_TC.shape[1], z_TC.shape[1], device=z_TC.device)
         return torch.cat([x_TD, z_TC[:, i] * z_TC[:, j]], dim=1)
 
     def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Scores (T, R) in float32."""
         if self.score_proj is not None:
-            # In float32 like the stock MoE architectures: bf16 would reorder close experts.
-            return _linear_fp32(self.features(x_TD), self.score_proj)
+            return self.score_proj(self.features(x_TD))
         up_TR = self.up_proj(x_TD)
         if self.gate_proj is None:
             scores_TR = self.act_fn(up_TR)
@@ -99,8 +116,3 @@ class MoesaicRouter(nn.Module):
 
     def _gates(self, scores_TR: torch.Tensor) -> torch.Tensor:
         return 1 + scores_TR.softmax(dim=-1) * self.expert_scale
-
-
-def _linear_fp32(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    bias = None if layer.bias is None else layer.bias.float()
-    return nn.functional.linear(x.float(), layer.weight.float(), bias)

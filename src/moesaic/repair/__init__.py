@@ -4,7 +4,7 @@ Each ingredient maps (moments, intercept) to candidates; `choose` takes the one 
 tokens it was not fitted to, or none.
 """
 
-from moesaic.repair.choose import NOTHING, Kept, Repair, choose_repairs
+from moesaic.repair.choose import NOTHING, Kept, Repair, choose_repairs, with_up_rows
 from moesaic.repair.least_squares import least_squares
 from moesaic.repair.mean import mean_compensation
 from moesaic.repair.moments import Moments
@@ -20,4 +20,5 @@ __all__ = [
     "choose_repairs",
     "least_squares",
     "mean_compensation",
+    "with_up_rows",
 ]

@@ -12,9 +12,11 @@ import torch
 
 from moesaic.adapters import DenseFFN
 from moesaic.inputs import Inputs
+from moesaic.profile import SAMPLE_TOKENS
 from moesaic.repair.least_squares import TOKENS_PER_NEURON, least_squares
 from moesaic.repair.mean import Candidate, mean_compensation
 from moesaic.repair.moments import Moments, Residual
+from moesaic.repair.up_rows import refit_up
 
 NOTHING = Candidate("none")
 
@@ -33,12 +35,20 @@ class Kept:
 
 @dataclass(frozen=True)
 class Repair:
-    """The chosen candidate, and the relative held-out error without and with it."""
+    """The chosen candidate, and the relative held-out error without and with it.
+
+    `up`: after rows of W_up were refitted.
+    """
 
     candidate: Candidate
     error_before: float
     error_after: float
     note: str | None = None
+    up: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"W_up, then {self.candidate.name}" if self.up else self.candidate.name
 
     def apply(self, ffn: DenseFFN, kept: Kept) -> DenseFFN:
         """The FFN with repaired output vectors and intercept."""
@@ -56,10 +66,16 @@ class Repair:
 
 @torch.no_grad()
 def choose_repairs(
-    inputs: Inputs, ffn: DenseFFN, kept: list[Kept], method: str, intercept: bool
+    inputs: Inputs,
+    ffn: DenseFFN,
+    kept: list[Kept],
+    method: str,
+    intercept: bool,
+    target: DenseFFN | None = None,
 ) -> list[Repair]:
     """For each way of masking the FFN, the repair with the least error on held-out tokens.
 
+    What is to be met is the output of `target`, the same FFN unless said.
     One pass over the tokens to fit on and one over those held out, for all of them together.
     A repair that does not lower the held-out error is not made. Least squares with fewer than
     TOKENS_PER_NEURON tokens per neuron falls back to mean compensation; the note says so.
@@ -67,9 +83,15 @@ def choose_repairs(
     down_FD = ffn.down_DF.float().T.contiguous()
     hidden_size, device = down_FD.shape[1], down_FD.device
     moments = [Moments(len(k.neurons_N), hidden_size, device) for k in kept]
-    for x_TD in inputs.fit():
+
+    def outputs(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h_TF = ffn.hidden(x_TD).float()
-        dense_TD = h_TF @ down_FD
+        if target is None:
+            return h_TF, h_TF @ down_FD
+        return h_TF, target.hidden(x_TD).float() @ target.down_DF.float().T
+
+    for x_TD in inputs.fit():
+        h_TF, dense_TD = outputs(x_TD)
         for one, sums in zip(kept, moments, strict=True):
             h_TN = one.hidden(x_TD, h_TF)
             sums.add(h_TN, dense_TD)
@@ -81,8 +103,7 @@ def choose_repairs(
     errors = [torch.zeros(len(found), dtype=torch.float64) for found, _ in offers]
     energy = 0.0
     for x_TD in inputs.held():
-        h_TF = ffn.hidden(x_TD).float()
-        dense_TD = h_TF @ down_FD
+        h_TF, dense_TD = outputs(x_TD)
         energy += dense_TD.square().sum(dtype=torch.float64).item()
         for one, down_ND, (found, _), error in zip(kept, downs, offers, errors, strict=True):
             h_TN = one.hidden(x_TD, h_TF)
@@ -97,6 +118,29 @@ def choose_repairs(
             note = "repair skipped: it does not lower the error on held-out tokens"
         repairs.append(Repair(found[best], error[0].item(), error[best].item(), note))
     return repairs
+
+
+@torch.no_grad()
+def with_up_rows(
+    inputs: Inputs, ffn: DenseFFN, repaired: DenseFFN, kept: Kept, steps: int
+) -> DenseFFN:
+    """The repaired FFN with rows of W_up refitted to the FFN's own output, on a sample of tokens.
+
+    Without its intercept, which the next repair of the output vectors finds anew.
+    """
+    stride = -(-inputs.tokens // SAMPLE_TOKENS)
+    x_TD = torch.cat(list(inputs.fit()))[::stride].float()
+    index_N = kept.neurons_N
+    down_ND = repaired.down_DF.float().T[index_N]
+    gate_TN = kept.hidden(x_TD, repaired.gates(x_TD.to(ffn.up_FD.dtype)).float())
+    h_TN = kept.hidden(x_TD, repaired.hidden(x_TD.to(ffn.up_FD.dtype)).float())
+    dense_TD = ffn.output(ffn.hidden(x_TD.to(ffn.up_FD.dtype))).float()
+    own_TD = h_TN @ down_ND
+    if repaired.down_bias_D is not None:
+        own_TD = own_TD + repaired.down_bias_D.float()
+    delta_ND = refit_up(x_TD, gate_TN, dense_TD - own_TD, down_ND, steps)
+    up_FD = repaired.up_FD.float().index_add(0, index_N, delta_ND)
+    return replace(repaired, up_FD=up_FD.to(ffn.up_FD.dtype), down_bias_D=ffn.down_bias_D)
 
 
 def _candidates(sums: Residual, method: str, intercept: bool) -> tuple[list[Candidate], str | None]:
