@@ -164,7 +164,8 @@ def test_choices_that_contradict_each_other(tmp_path: Path, text: str, message: 
 def test_what_a_recipe_needs_of_the_tokens() -> None:
     fits = [name for name, recipe in RECIPES.items() if recipe.fits]
     assert fits == [
-        "moesaic", "moesaic-up", "moesaic-dynamic", "moesaic-quadratic", "static-repaired", "oracle",
+        "moesaic", "moesaic-up", "moesaic-dynamic", "moesaic-quadratic", "static-repaired",
+        "oracle",
     ]  # fmt: skip
     assert not any(RECIPES[name].marks_active for name in fits)
     assert all(RECIPES[name].marks_active for name in ("cmoe", "cmoe-code"))
