@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -128,6 +129,39 @@ def test_bf16_keeps_its_dtype_and_the_scores_their_bits(
         assert torch.equal(weight, layer.mlp.router.score_proj.weight.float())
 
 
+def test_a_float16_model_needs_a_wider_dtype(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Scaled router weights would be subnormal; GGUF has them in float32."""
+    model = load_model(folders["llama"]).to(torch.float16)
+    model.save_pretrained(tmp_path / "half")
+    tokenizer().save_pretrained(tmp_path / "half")
+    with pytest.raises(MoesaicError, match="float16, whose range the scaled router"):
+        moesaic.export(tmp_path / "half", "glm4_moe", tmp_path / "out")
+    exported(tmp_path / "half", "glm4_moe", tmp_path / "out", dtype="bfloat16")
+    report = moesaic.export(tmp_path / "half", "gguf", tmp_path / "out.gguf")
+    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    weight = model.model.layers[0].mlp.router.score_proj.weight.detach().float().numpy()
+    assert (found["blk.0.ffn_gate_inp.weight"].data == weight * report.scales[0].factor).all()
+    assert found["blk.0.attn_q.weight"].tensor_type == gguf.GGMLQuantizationType.F16
+
+
+@pytest.mark.parametrize(("routed", "active"), [(5, 3), (64, 4)])
+def test_llama_cpps_qwen2moe_does_not_normalise(routed: int, active: int) -> None:
+    """Gates R p_j by hand; chosen experts have the larger p, so that the scale is smaller."""
+    logit_TR = torch.randn(100, routed) * 1e-3
+    index_TK, gate_TK = gguf_file.qwen2moe_route(logit_TR, torch.zeros(routed), active)
+    p_TR = logit_TR.double().exp() / logit_TR.double().exp().sum(1, keepdim=True)
+    torch.testing.assert_close(
+        gate_TK, (routed * p_TR.gather(1, index_TK)).float(), rtol=1e-6, atol=1e-6
+    )
+    assert (gate_TK.mean() > 1) == (active < routed)
+    x_TD, weight_RD = torch.randn(512, 16), torch.randn(routed, 16)
+    scales = [
+        choose_scale(x_TD, weight_RD, torch.zeros(routed), active, route)
+        for route in (gguf_file.qwen2moe_route, qwen2_moe.route)
+    ]
+    assert scales[0].factor <= scales[1].factor
+
+
 def test_the_output_needs_no_moesaic(folders: dict[str, Path], tmp_path: Path) -> None:
     """Loaded in a process that cannot import us, with its tokenizer; weights in hub layout."""
     outputs = []
@@ -221,9 +255,9 @@ def test_a_gguf_file_holds_the_stock_models_weights(
     format: str, dtype: str, tmp_path: Path
 ) -> None:
     folder = converted_folder("qwen2", tmp_path / "converted", hidden=64, neurons=256)
-    moesaic.export(str(folder), format, tmp_path / "out.gguf", dtype=dtype)
+    own = moesaic.export(str(folder), format, tmp_path / "out.gguf", dtype=dtype)
     target = run.GGUF[format]
-    _, stock = exported(folder, target, tmp_path / "stock")
+    other, stock = exported(folder, target, tmp_path / "stock")
     reader = gguf.GGUFReader(tmp_path / "out.gguf")
     assert reader.fields["general.architecture"].contents() == target.replace("_", "")
     found = {tensor.name: tensor for tensor in reader.tensors}
@@ -234,6 +268,9 @@ def test_a_gguf_file_holds_the_stock_models_weights(
         values = gguf.quants.dequantize(found[name].data, found[name].tensor_type)
         assert values.shape == tuple(tensor.shape)
         expected = tensor.float().numpy()
+        if name.endswith("ffn_gate_inp.weight"):  # llama.cpp's qwen2moe takes another scale
+            layer = int(name.split(".")[1])
+            expected = expected * (own.scales[layer].factor / other.scales[layer].factor)
         limit = 1e-6 if "ffn_gate_inp" in name or expected.ndim == 1 else tolerance
         assert abs(values - expected).max() <= limit * max(abs(expected).max(), 1e-3), name
     assert all(f"blk.2.ffn_{part}_exps.weight" in found for part in ("gate", "up", "down"))
@@ -286,12 +323,42 @@ def space_before(spec: dict[str, Any]) -> None:
     spec["pre_tokenizer"]["add_prefix_space"] = True
 
 
+def lower_case(spec: dict[str, Any]) -> None:
+    spec["normalizer"] = {"type": "Lowercase"}
+
+
+def removed_cuts(spec: dict[str, Any]) -> None:
+    unknown_cut(spec)
+    split = spec["pre_tokenizer"]["pretokenizers"][0]
+    split |= {"pattern": {"Regex": list(PRE_TOKENIZERS)[2]}, "behavior": "Removed"}
+
+
+def other_merges(spec: dict[str, Any]) -> None:
+    spec["model"]["ignore_merges"] = True
+
+
+def lower_case_sentencepiece(spec: dict[str, Any]) -> None:
+    spec["model"] |= {"byte_fallback": True}
+    spec["pre_tokenizer"] = None
+    lower_case(spec)
+
+
+def words_sentencepiece(spec: dict[str, Any]) -> None:
+    spec["model"] |= {"byte_fallback": True}
+    spec["pre_tokenizer"] = {"type": "Whitespace"}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (word_level, "tokenizer is WordLevel, GGUF is written for BPE only"),
         (unknown_cut, "cuts text by Split and ByteLevel in a way"),
         (space_before, "cuts text by ByteLevel in a way"),
+        (lower_case, "changes text by Lowercase first"),
+        (removed_cuts, "cuts text by Split and ByteLevel in a way"),
+        (other_merges, "merges otherwise than llama.cpp's gpt-2"),
+        (lower_case_sentencepiece, "changes text by Lowercase first"),
+        (words_sentencepiece, "cuts text by Whitespace before it merges"),
     ],
 )
 def test_a_tokenizer_that_gguf_cannot_express(
@@ -314,6 +381,7 @@ def test_known_regular_expressions_have_their_names(name: str, pattern: str) -> 
     spec = json.loads(tokenizer().backend_tokenizer.to_str())
     unknown_cut(spec)
     spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    spec["model"]["ignore_merges"] = name == "llama-bpe"
     other = Tokenizer.from_str(json.dumps(spec))
     found = read_vocabulary(PreTrainedTokenizerFast(tokenizer_object=other), VOCABULARY)
     assert (found.model, found.pre) == ("gpt2", name)
@@ -420,9 +488,45 @@ def test_an_export_that_computes_something_else_is_not_kept(
 def test_an_epsilon_that_loses_the_choices_is_refused(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(MoesaicError, match=r"at this epsilon .* run other experts"):
+    with pytest.raises(MoesaicError, match=r"at epsilon .* run other experts"):
         moesaic.export(str(folders["llama"]), "glm4_moe", tmp_path / "out", epsilon=2.0**-23)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_have_the_modes_that_the_user_gives_new_files(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o777)
+    before = os.umask(0o027)
+    try:
+        moesaic.export(str(folders["llama"]), "gguf", tmp_path / "out.gguf")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out.gguf").stat().st_mode & 0o777 == 0o640
+
+
+def test_folders_made_for_a_refused_export_go_with_it(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(MoesaicError, match="at epsilon"):
+        moesaic.export(str(folders["llama"]), "glm4_moe", tmp_path / "a/b/out", epsilon=0.9)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_shard_is_named_by_explain(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "converted"
+    shutil.copytree(folders["llama"], folder)
+    shard = next(folder.glob("model-ffn-*"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(MoesaicError, match=f"cannot read .*{shard.name}"):
+        moesaic.explain(folder)
+
+
+def test_router_weights_that_are_not_numbers(folders: dict[str, Path]) -> None:
+    with pytest.raises(MoesaicError, match="scores are not finite"):
+        choose_scale(
+            torch.randn(9, 4), torch.full((3, 4), torch.nan), torch.zeros(3), 2, glm4_moe.route
+        )
 
 
 def test_a_weight_without_a_place_is_refused(tmp_path: Path) -> None:
@@ -463,3 +567,10 @@ def test_the_command_exports_explains_and_verifies(
     assert call(folder, "--format", "qwen2_moe", "--output", out) == 2
     assert "exists" in capsys.readouterr().err
     assert call(folder) == 2
+    inside = out / "report.json"
+    assert call(folder, "--format", "qwen2_moe", "--output", tmp_path / "new", "--json",
+                tmp_path / "new" / "report.json") == 2  # fmt: skip
+    assert not inside.exists()
+    assert not (tmp_path / "new").exists()
+    assert call(folder, "--explain", "--json", report) == 0
+    assert json.loads(report.read_text())["qwen2_moe"] == []

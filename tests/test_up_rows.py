@@ -76,6 +76,14 @@ def test_a_conversion_with_it_loses_no_more_on_held_out_tokens(name: str) -> Non
     assert errors[1] <= errors[0] * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("router", ["linear", "representative"])
+def test_it_runs_in_bf16_with_any_router(router: str) -> None:
+    recipe = replace(moesaic.RECIPES["moesaic"], up_steps=2, router=router)
+    model = tiny_model("qwen3").bfloat16()
+    _, report = moesaic.convert(model, recipe, "S2A3E8", tokens(64, 64, seed=1))
+    assert all(layer.relative_error < 1 for layer in report.layers)
+
+
 def test_an_ffn_without_a_gate_is_left_alone() -> None:
     recipe = replace(moesaic.RECIPES["moesaic"], up_steps=4)
     plain, _ = moesaic.convert(tiny_model("gpt2"), "moesaic", "S2A3E8", tokens(16, 64, seed=1))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shlex
 import shutil
 import sys
@@ -30,7 +28,7 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate import evaluate
 from moesaic.flops import count_macs, meta_model
 from moesaic.load import choose_device, choose_dtype, load_config
-from moesaic.options import Device, Dtype, Grain, Trust, err
+from moesaic.options import Device, Dtype, Grain, Trust, check_json_file, err, write_json
 from moesaic.plan import make_plan
 from moesaic.prepare import prepare
 from moesaic.recipe import RECIPES
@@ -153,10 +151,7 @@ def evaluate_command(
     trust_remote_code: Trust = False,
 ) -> None:
     """Measure perplexity on text: windows of L tokens that do not overlap."""
-    if json_file is not None and (
-        json_file.is_dir() or not os.access(json_file.absolute().parent, os.W_OK | os.X_OK)
-    ):
-        raise MoesaicError(f"--json {json_file} is no file in a folder that can be written")
+    check_json_file(json_file)
     with Progress(console=err, transient=True) as bar:
 
         def progress(name: str, total: int) -> Callable[[int], None]:
@@ -177,11 +172,7 @@ def evaluate_command(
     out.print(table)
     for source, ratio in result.get("ratio", {}).items():
         out.print(f"ratio on {source}: {ratio:.4f}")
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-        except OSError as error:
-            raise MoesaicError(f"cannot write --json {json_file}: {error}") from error
+    write_json(json_file, result)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from moesaic.errors import MoesaicError
 from moesaic.export import FORMATS, ExportReport, explain, export
-from moesaic.options import Trust, err
+from moesaic.options import Trust, check_json_file, err, write_json
 from moesaic.tables import folded, out
 
 
@@ -21,7 +20,9 @@ def export_command(
     output: Annotated[Path | None, typer.Option(help="New folder, or NAME.gguf.")] = None,
     epsilon: Annotated[
         str,
-        typer.Option(help="Standard deviation given to the scores; auto keeps every choice."),
+        typer.Option(
+            help="Standard deviation given to the scores; auto leaves the gates within 2e-4 of 1."
+        ),
     ] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto, float32, bfloat16; GGUF also float16 and q8_0.")
@@ -38,14 +39,22 @@ def export_command(
     trust_remote_code: Trust = False,
 ) -> None:
     """Write a converted model for stock transformers, vLLM or llama.cpp."""
+    check_json_file(json_file)
     if why:
         table = Table("format", "fits", "why not", title=model)
-        for name, reasons in explain(model, trust_remote_code).items():
+        found = explain(model, trust_remote_code)
+        for name, reasons in found.items():
             table.add_row(name, "no" if reasons else "yes", *folded("; ".join(reasons)))
         out.print(table)
+        write_json(json_file, found)
         return
     if format is None or output is None:
         raise MoesaicError("export needs --format and --output (or --explain)")
+    if json_file is not None and output.absolute() in (
+        json_file.absolute(),
+        *json_file.absolute().parents,
+    ):
+        raise MoesaicError(f"--json {json_file} is the output, or inside it; choose another file")
     try:
         size = None if epsilon == "auto" else float(epsilon)
     except ValueError as error:
@@ -56,11 +65,7 @@ def export_command(
             trust_remote_code=trust_remote_code, progress=status.update,
         )  # fmt: skip
     _print(report)
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", "utf-8")
-        except OSError as error:
-            raise MoesaicError(f"cannot write --json {json_file}: {error}") from error
+    write_json(json_file, report.to_dict())
 
 
 def _print(report: ExportReport) -> None:

@@ -119,12 +119,14 @@ def fit_layer(
                 inputs, better, [kept], recipe.repair, recipe.intercept, target=ffn
             )
             if again.error_after < repair.error_after:
-                repair, repaired = replace(again, up=True), again.apply(better, kept)
+                note = repair.note if again.candidate is NOTHING else again.note
+                repaired = again.apply(better, kept)
+                repair = replace(again, up=True, error_before=repair.error_before, note=note)
             else:
                 notes.append("rows of W_up kept: refitted, they lose more on held-out tokens")
         notes += [repair.note] if repair.note else []
         if not all(torch.isfinite(tensor).all() for tensor in repaired.tensors().values()):
-            repaired, repair = ffn, replace(repair, candidate=NOTHING)
+            repaired, repair = ffn, replace(repair, candidate=NOTHING, up=False)
             notes.append(f"repair skipped: it exceeds the range of {ffn.up_FD.dtype}")
         tick("repair")
     if recipe.router == "oracle":
@@ -169,13 +171,19 @@ def fit_router(
         def x_blocks() -> Iterator[torch.Tensor]:
             return (x_TD.float() for x_TD in inputs.fit())
 
+        kept_phi: list[torch.Tensor] = []
+
         def phi_blocks() -> Iterator[torch.Tensor]:
+            if kept_phi:
+                return (phi_TP.to(device) for phi_TP in kept_phi)
             return (router.features(x_TD) for x_TD in inputs.fit())
 
         if router.feature_proj is not None:
             weight_CD, bias_C = directions(x_blocks, router.feature_proj.out_features)
             router.feature_proj.weight.data = weight_CD.to(dtype)
             router.feature_proj.bias.data = bias_C.to(dtype)
+            # Read about ten times: kept, T P floats, rather than made anew.
+            kept_phi = [phi_TP.to(inputs.storage) for phi_TP in phi_blocks()]
         experts_RM = torch.from_numpy(parts.experts_RM).to(device)
         gram_RMM = expert_grams(ffn, experts_RM)
         energy_TR = torch.cat(

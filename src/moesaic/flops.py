@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from moesaic.adapters import find_ffns
 from moesaic.errors import MoesaicError
-from moesaic.modeling import MoesaicBlock
+from moesaic.modeling import MoesaicBlock, MoesaicProjection
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def _matrices(module: nn.Module | None) -> int:
     """Weights of all matrix products inside a module."""
     if module is None:
         return 0
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear | Conv1D))
+    kinds = nn.Linear | Conv1D | MoesaicProjection
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, kinds))
 
 
 def _active_weights(block: MoesaicBlock, moe: dict[str, Any]) -> int:

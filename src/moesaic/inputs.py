@@ -29,6 +29,7 @@ class Inputs:
         device: torch.device,
         window: int = 1,
     ):
+        self.storage = storage
         self.device, self.hold_out = device, hold_out and tokens >= HELD_OUT
         held = tokens // HELD_OUT
         first_held = tokens - max(held // window * window or held, 1)

@@ -108,7 +108,8 @@ def _advance(
 ) -> None:
     """Passes all tokens through the converted layer, masked, and leaves the block in its place."""
     install_block(stream.ffns.base, config, layer, masked)
-    stream.advance(layer, inputs.all())
+    if layer + 1 < len(stream.ffns.layers):  # nothing reads what the last one puts out
+        stream.advance(layer, inputs.all())
     if block is not None:
         install_block(stream.ffns.base, config, layer, block)
 

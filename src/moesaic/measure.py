@@ -24,12 +24,12 @@ MOST_TOKENS = 1024  # the oracle needs every expert's output, so a sample must d
 class LayerReport:
     """Quality of one converted layer on `tokens` calibration tokens.
 
-    `heldout` says that they lie in windows that nothing was fitted to (drawn at random, these may
-    overlap fitted ones where the text is short). `relative_error` is the paper's
-    objective (eq. 2) over the output's own energy: mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2, and
-    `references` are the same for other ways to spend the budget: `static` and `static-repaired`
-    (the best neurons, the latter where the recipe repairs), `unrepaired` (this layer without its
-    repair), `random` (random neurons for each token), `oracle` (the same experts, each token runs
+    `heldout` says that they lie in windows that nothing was fitted to. `relative_error` is the
+    paper's objective (eq. 2) over the output's own energy, mean |F_MoE(x) - F(x)|^2 /
+    mean |F(x)|^2, and `references` are the same for other ways to spend the budget: `static` and
+    `static-repaired` (the best neurons; the latter, W_down alone, where the recipe repairs),
+    `unrepaired` (this layer without its repair), `random` (random neurons for each token),
+    `oracle` (the same experts, each token runs
     its best) and `neuron-oracle` (each token runs its best neurons); none of the last three is
     repaired. The oracle runs the K experts of largest output norm; `router_recall` is the share
     of them that the router picks (chance is K / R), `mass_kept` the share of all experts' output
@@ -139,8 +139,12 @@ def measure_layer(
 
 
 def _largest(values_TF: torch.Tensor, count: int) -> torch.Tensor:
-    index = values_TF.topk(count, dim=1).indices
-    return torch.zeros_like(values_TF).scatter_(1, index, 1.0)
+    """1 where a value is among the `count` largest of its row, 0 elsewhere."""
+    smallest = values_TF.shape[1] - count  # of the fewer, since topk sorts what it finds
+    few = min(count, smallest)
+    index = values_TF.topk(few, dim=1, largest=few == count, sorted=False).indices
+    marks_TF = torch.full_like(values_TF, float(few != count))
+    return marks_TF.scatter_(1, index, float(few == count))
 
 
 def _routing(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from moesaic.errors import MoesaicError
 
 err = Console(stderr=True, soft_wrap=True)
 
@@ -20,3 +25,20 @@ Grain = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]
+
+
+def check_json_file(path: Path | None) -> None:
+    """Raises MoesaicError for a --json that cannot be written, before the work begins."""
+    if path is not None and (
+        path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK)
+    ):
+        raise MoesaicError(f"--json {path} is no file in a folder that can be written")
+
+
+def write_json(path: Path | None, values: Any) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+    except OSError as error:
+        raise MoesaicError(f"cannot write --json {path}: {error}") from error

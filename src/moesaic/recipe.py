@@ -167,7 +167,7 @@ RECIPES = {
         ),
         Recipe(
             "moesaic-up",
-            "as moesaic, with the rows of W_up refitted too: loses less, takes half as long again",
+            "as moesaic, with the rows of W_up refitted too: mostly loses less, takes longer",
             router="linear",
             up_steps=4,
             **_MOESAIC,

@@ -170,6 +170,7 @@ def serve(words: list[Any], ask_at: Callable[[str], Any]) -> Any:
 
 def complete(url: str, model: str, prompt: str) -> str:
     body = {"model": model, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
+    body["repeat_penalty"] = 1  # llama.cpp's server has another default
     request = urllib.request.Request(
         f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -241,8 +242,9 @@ def main() -> None:
         ids = torch.tensor([words(prompt)["input_ids"]])
         own = stock.generate(ids, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
         expected = words.decode(own, skip_special_tokens=True)
-        vllm = [arguments.vllm.with_name("vllm"), "serve", folder, "--dtype", "float32",
-                "--max-model-len", 64, "--enforce-eager"]  # fmt: skip
+        # What `vllm serve` starts; that command itself asks for a package of the name vllm.
+        vllm = [arguments.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
+                "--dtype", "float32", "--max-model-len", 64, "--enforce-eager"]  # fmt: skip
         llama = [
             arguments.llama,
             "-m",

@@ -6,11 +6,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
 from moesaic.errors import MoesaicError
 
@@ -34,6 +35,7 @@ def new_path(output: Path) -> Iterator[Path]:
 
     A killed run leaves NAME.partial-XXXX, which nothing takes for a model.
     """
+    made = [parent for parent in output.absolute().parents if not parent.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f"{output.name}.partial-", dir=output.parent))
@@ -42,19 +44,23 @@ def new_path(output: Path) -> Iterator[Path]:
     try:
         part = work / output.name
         yield part
-        mode = output.parent.stat().st_mode & 0o666
+        mask = os.umask(0)
+        os.umask(mask)
         for path in [part, *part.rglob("*")] if part.is_dir() else [part]:
             if path.is_file():
-                path.chmod(mode | 0o600)
+                path.chmod(0o666 & ~mask)  # safetensors makes private files
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
         if os.path.lexists(output):
             raise MoesaicError(f"output {output} exists by now; choose another")
         part.rename(output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise MoesaicError(f"cannot write {output}: {error}; nothing is left of it") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        for parent in made if not output.exists() else ():
+            with suppress(OSError):
+                parent.rmdir()
 
 
 def export_card(report: Any, config: Any) -> str:

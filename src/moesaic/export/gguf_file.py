@@ -50,6 +50,14 @@ def supports(config: Any, tokenizer: Any, architecture: str) -> list[str]:
     return reasons
 
 
+def qwen2moe_route(
+    logit_TR: torch.Tensor, bias_R: torch.Tensor, num_active: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """llama.cpp's router for qwen2moe: gates are not normalised, W_down makes up for 1/R."""
+    p_TK, index_TK = logit_TR.softmax(1).topk(num_active, dim=1)
+    return index_TK, p_TK * logit_TR.shape[1]
+
+
 @torch.no_grad()
 def write(path: Path, stock: Any, tokenizer: Any, dtype: str) -> None:
     """Writes one file, tensor by tensor; matrices in `dtype`, vectors and routers in float32.
@@ -58,8 +66,7 @@ def write(path: Path, stock: Any, tokenizer: Any, dtype: str) -> None:
     """
     config = stock.config
     architecture = ARCHITECTURES[config.model_type]
-    name = str(stock.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-    kind = _KINDS[name]
+    kind = _KINDS[dtype]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(path.stem)

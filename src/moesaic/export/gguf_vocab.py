@@ -69,6 +69,7 @@ def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
         tokens.append(token)
         types.append(int(kind))
     if sentencepiece:
+        _check_sentencepiece(spec)
         return Vocabulary(
             "llama", "default", tokens, types, _scores(tokens, merges), None, _space_prefix(spec)
         )
@@ -76,20 +77,46 @@ def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 
 
 def _pre(spec: dict[str, Any]) -> str:
-    parts = spec["pre_tokenizer"] or {"type": "none"}
-    parts = parts["pretokenizers"] if parts["type"] == "Sequence" else [parts]
+    """llama.cpp's name for how a byte-level tokenizer cuts text before it merges."""
+    if (spec["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+        raise MoesaicError(f"its tokenizer changes text by {spec['normalizer']['type']} first")
+    parts = _parts(spec["pre_tokenizer"], "pretokenizers")
     kinds = [part["type"] for part in parts]
     pattern = None
-    if kinds == ["ByteLevel"] and parts[0]["use_regex"] and not parts[0]["add_prefix_space"]:
-        pattern = _GPT2
-    elif kinds == ["Split", "ByteLevel"] and not parts[1]["use_regex"]:
-        pattern = parts[0]["pattern"].get("Regex")
-    if pattern not in PRE_TOKENIZERS:
+    if kinds[-1:] == ["ByteLevel"] and not parts[-1]["add_prefix_space"]:
+        if kinds == ["ByteLevel"] and parts[0]["use_regex"]:
+            pattern = _GPT2
+        elif kinds == ["Split", "ByteLevel"] and not parts[1]["use_regex"]:
+            usual = parts[0]["behavior"] == "Isolated" and not parts[0]["invert"]
+            pattern = parts[0]["pattern"].get("Regex") if usual else None
+    name = PRE_TOKENIZERS.get(pattern or "")
+    if name is None:
         raise MoesaicError(
-            f"its tokenizer cuts text by {' and '.join(kinds)} in a way that llama.cpp has no "
-            f"name for here ({', '.join(PRE_TOKENIZERS.values())} are known)"
+            f"its tokenizer cuts text by {' and '.join(kinds) or 'nothing'} in a way that "
+            f"llama.cpp has no name for here ({', '.join(PRE_TOKENIZERS.values())} are known)"
         )
-    return PRE_TOKENIZERS[pattern]
+    if bool(spec["model"].get("ignore_merges")) != (name == "llama-bpe"):
+        raise MoesaicError(f"its tokenizer merges otherwise than llama.cpp's {name}")
+    return name
+
+
+def _check_sentencepiece(spec: dict[str, Any]) -> None:
+    """Spaces become U+2581, perhaps with one in front; nothing else is known to llama.cpp."""
+    for step in _parts(spec["normalizer"], "normalizers"):
+        spaces = step["type"] == "Replace" and step["pattern"] == {"String": " "}
+        if not (step["type"] == "Prepend" or spaces):
+            raise MoesaicError(f"its tokenizer changes text by {step['type']} first")
+    for step in _parts(spec["pre_tokenizer"], "pretokenizers"):
+        if step["type"] != "Metaspace":
+            raise MoesaicError(f"its tokenizer cuts text by {step['type']} before it merges")
+
+
+def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, which may be none, one or a sequence."""
+    if step is None:
+        return []
+    found: list[dict[str, Any]] = step[name] if step["type"] == "Sequence" else [step]
+    return found
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:

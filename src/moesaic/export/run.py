@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from moesaic.data import to_ids
@@ -82,9 +82,9 @@ def export(
 
     `glm4_moe` and `qwen2_moe` write a folder in the hub layout of the stock class, `gguf` and
     `gguf-qwen2moe` one file (`dtype` also `float16` and `q8_0`). `epsilon`: how large the scores'
-    standard deviation is made (default: as small as keeps every layer's choices). `verify`: a text
-    on which the export is loaded beside the original and compared (of a GGUF file, the model it is
-    written from). Needs the model in memory, twice with `verify`; one forward pass over
+    standard deviation is made (default: as large as leaves the gates within about 2e-4 of 1).
+    `verify`: a text on which the export is loaded beside the original and compared (of a GGUF
+    file, the model it is written from). Needs the model in memory twice; one forward pass over
     PROBE_TOKENS tokens. Raises MoesaicError, and leaves nothing behind, for a model that the
     format cannot hold, and where the two models do not agree.
     """
@@ -112,14 +112,23 @@ def export(
     probe_ids = to_ids(verify or "demo", tokenizer, heldout=True)
     progress(f"reading {model}")
     loaded = load_model(model, "auto" if one_file else dtype, trust_remote_code)
+    own_dtype = str(loaded.dtype).removeprefix("torch.")
+    if own_dtype == "float16":
+        if not one_file:
+            raise MoesaicError(
+                f"{model} is in float16, whose range the scaled router weights leave; pass --dtype "
+                "float32 or bfloat16"
+            )
+        loaded = loaded.float()  # GGUF keeps the routers in float32
     trained = _trained(loaded.state_dict().items())
     _check(model, format, _reasons(config, format, tokenizer, trained))
 
     progress("choosing the scale of the scores")
+    route = gguf_file.qwen2moe_route if format == "gguf-qwen2moe" else target.route
     scales = [
         choose_scale(
             x_TD, block.router.score_proj.weight, block.router.selection_bias,
-            config.moesaic["num_active"], target.route, epsilon,
+            config.moesaic["num_active"], route, epsilon,
         )
         for x_TD, block in zip(
             router_inputs(loaded, probe_ids[:PROBE_TOKENS], length), blocks(loaded), strict=True
@@ -129,7 +138,7 @@ def export(
     with new_path(path) as part:
         progress(f"writing {path}")
         if one_file:
-            gguf_file.write(part, stock, tokenizer, dtype)
+            gguf_file.write(part, stock, tokenizer, own_dtype if dtype == "auto" else dtype)
         else:
             stock.save_pretrained(part, max_shard_size=SHARD_SIZE)
             tokenizer.save_pretrained(part)
@@ -139,12 +148,14 @@ def export(
         quick = compare_models(loaded, stock, probe_ids[: 2 * length], length, 2 * length)
         if not quick.mean < UNFAITHFUL:
             changed = max(scale.changed for scale in scales)
+            gates = max(scale.gate_error for scale in scales)
             raise MoesaicError(
                 f"{model} as {stock.config.model_type} differs from the original by "
                 f"{quick.mean:.2g} of the logits' rms; "
                 + (
-                    f"at this epsilon {changed:.1%} of the tokens run other experts: leave it out"
-                    if epsilon and changed > 0.01
+                    f"at epsilon {epsilon} gates are off by {gates:.2g} and {changed:.1%} of the "
+                    "tokens run other experts: leave it out"
+                    if epsilon
                     else "it computes something that this architecture does not: serve the model "
                     "as it is (docs/serving.md)"
                 )
@@ -209,10 +220,13 @@ def _build(target: ModuleType, model: Any, factors: list[float], name: str | Pat
 
 def _stored(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as shard:
-            for key in shard.keys():  # noqa: SIM118 - no mapping
-                if key.endswith(("expert_scale", "selection_bias")):
-                    yield key, shard.get_tensor(key)
+        try:
+            with safe_open(path, "pt") as shard:
+                for key in shard.keys():  # noqa: SIM118 - no mapping
+                    if key.endswith(("expert_scale", "selection_bias")):
+                        yield key, shard.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise MoesaicError(f"cannot read {path}: {error}; fetch the model again") from error
 
 
 def _trained(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

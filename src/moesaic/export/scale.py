@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moesaic.errors import MoesaicError
+
 EXPONENTS = range(-16, -3)  # of the scale times the scores' standard deviation
 GATE_ERROR = 2e-4  # root mean square of gate - 1 that is spent on keeping the choices
 MOST_CHANGED = 1 / 2000  # share of tokens above which four times as much is spent
@@ -60,6 +62,8 @@ def choose_scale(
     x_TD, weight_RD, bias_R = x_TD.float(), weight_RD.float(), bias_R.float()
     score_TR = x_TD @ weight_RD.T
     spread = float((score_TR - score_TR.mean(1, keepdim=True)).std()) or 1.0
+    if not math.isfinite(spread):
+        raise MoesaicError("the router's scores are not finite: the model is broken")
     own_TR = chosen((score_TR + bias_R).topk(num_active, dim=1).indices, len(weight_RD))
     exponents = list(EXPONENTS) if epsilon is None else [round(math.log2(epsilon))]
     best = None

@@ -4,8 +4,15 @@ from transformers import AutoConfig
 
 from .configuration_moesaic import MoesaicConfig, config_class_for
 from .modeling_moesaic import MoesaicBlock, install_block
-from .routing_moesaic import MoesaicRouter
+from .routing_moesaic import MoesaicProjection, MoesaicRouter
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 
-__all__ = ["MoesaicBlock", "MoesaicConfig", "MoesaicRouter", "config_class_for", "install_block"]
+__all__ = [
+    "MoesaicBlock",
+    "MoesaicConfig",
+    "MoesaicProjection",
+    "MoesaicRouter",
+    "config_class_for",
+    "install_block",
+]

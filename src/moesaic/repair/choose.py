@@ -128,17 +128,20 @@ def with_up_rows(
 
     Without its intercept, which the next repair of the output vectors finds anew.
     """
-    stride = -(-inputs.tokens // SAMPLE_TOKENS)
-    x_TD = torch.cat(list(inputs.fit()))[::stride].float()
+    stride, seen, sample = -(-inputs.tokens // SAMPLE_TOKENS), 0, []
+    for block_TD in inputs.fit():
+        sample.append(block_TD[-seen % stride :: stride])
+        seen += len(block_TD)
+    x_TD = torch.cat(sample)
     index_N = kept.neurons_N
     down_ND = repaired.down_DF.float().T[index_N]
-    gate_TN = kept.hidden(x_TD, repaired.gates(x_TD.to(ffn.up_FD.dtype)).float())
-    h_TN = kept.hidden(x_TD, repaired.hidden(x_TD.to(ffn.up_FD.dtype)).float())
-    dense_TD = ffn.output(ffn.hidden(x_TD.to(ffn.up_FD.dtype))).float()
+    gate_TN = kept.hidden(x_TD, repaired.gates(x_TD).float())
+    h_TN = kept.hidden(x_TD, repaired.hidden(x_TD).float())
+    dense_TD = ffn.output(ffn.hidden(x_TD)).float()
     own_TD = h_TN @ down_ND
     if repaired.down_bias_D is not None:
         own_TD = own_TD + repaired.down_bias_D.float()
-    delta_ND = refit_up(x_TD, gate_TN, dense_TD - own_TD, down_ND, steps)
+    delta_ND = refit_up(x_TD.float(), gate_TN, dense_TD - own_TD, down_ND, steps)
     up_FD = repaired.up_FD.float().index_add(0, index_N, delta_ND)
     return replace(repaired, up_FD=up_FD.to(ffn.up_FD.dtype), down_bias_D=ffn.down_bias_D)
 
