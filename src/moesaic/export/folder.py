@@ -63,15 +63,20 @@ def new_path(output: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def export_card(report: Any, config: Any) -> str:
+def export_card(report: Any, config: Any, licence: str | None) -> str:
     """README.md of an exported model."""
     moe = config.moesaic
     recipe = moe["recipe"]
     front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if licence:
+        front["license"] = licence
+    if "/" in moe["base_model"]:  # a hub id; a folder's name means nothing elsewhere
+        front["base_model"] = moe["base_model"]
     worst = max(report.scales, key=lambda scale: scale.changed)
     error = max(scale.gate_error for scale in report.scales)
     rows = [
         ("Base model", moe["base_model"]),
+        ("Licence", licence or "as the base model's"),
         ("Architecture", f"{report.architecture}, without code of its own"),
         ("Layout", moe["layout"]),
         ("Recipe", f"`{recipe['name']}`: {recipe['about']}"),

@@ -14,6 +14,7 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
+from moesaic.card import licence_of
 from moesaic.data import to_ids
 from moesaic.errors import MoesaicError, unknown
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe
@@ -173,7 +174,9 @@ def export(
             target.warnings(config),
         )
         if not one_file:
-            (part / "README.md").write_text(export_card(report, config), "utf-8")
+            (part / "README.md").write_text(
+                export_card(report, config, licence_of(resolve(model))), "utf-8"
+            )
             found = {"moesaic": config.moesaic} | report.to_dict()
             del found["output"]  # a path of this machine
             text = json.dumps(found, indent=2)

@@ -19,7 +19,7 @@ from moesaic.errors import MoesaicError
 
 EXPONENTS = range(-16, -3)  # of the scale times the scores' standard deviation
 GATE_ERROR = 2e-4  # root mean square of gate - 1 that is spent on keeping the choices
-MOST_CHANGED = 1 / 2000  # share of tokens above which four times as much is spent
+MOST_CHANGED = 1 / 2000  # share of tokens above which eight times as much is spent
 
 # Scaled scores (T, R) and scaled selection bias (R,) to chosen experts and their gates (T, K).
 Route = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -55,7 +55,7 @@ def choose_scale(
 ) -> Scale:
     """The largest scale that leaves the gates within GATE_ERROR of 1: the fewest changed choices.
 
-    Where more than MOST_CHANGED of the tokens run other experts then, larger ones up to four times
+    Where more than MOST_CHANGED of the tokens run other experts then, larger ones up to eight times
     that error. `epsilon` asks for the power of two nearest to epsilon / (standard deviation of the
     scores). 2 T D R FLOPs per scale tried.
     """
@@ -73,7 +73,7 @@ def choose_scale(
         changed = (chosen(index_TK, len(weight_RD)) != own_TR).any(1).double().mean().item()
         found = Scale(factor, (gate_TK.double() - 1).square().mean().sqrt().item(), changed)
         few = best is None or best.changed <= MOST_CHANGED
-        if best is not None and found.gate_error > (1 if few else 4) * GATE_ERROR:
+        if best is not None and found.gate_error > (1 if few else 8) * GATE_ERROR:
             break
         best = found
     assert best is not None
