@@ -47,16 +47,16 @@ def compare_models(
     largest, total, energy = 0.0, 0.0, 0.0
     differ = torch.zeros(len(layers), dtype=torch.float64)
     for window_L in windows_NL:
-        with _inputs([block.router for block in layers]) as seen:
+        with _calls([block.router for block in layers]) as own:
             own_LV = model(input_ids=window_L[None], use_cache=False).logits[0].float()
-        with _outputs([layer.mlp.gate for layer in stock_layers]) as routed:
+        with _calls([layer.mlp.gate for layer in stock_layers]) as routed:
             stock_LV = stock(input_ids=window_L[None], use_cache=False).logits[0].float()
         difference_LV = (own_LV - stock_LV).abs()
         largest = max(largest, difference_LV.max().item())
         total += difference_LV.sum(dtype=torch.float64).item() / own_LV.shape[1]
         energy += own_LV.square().mean(1).sum(dtype=torch.float64).item()
-        for layer, (block, x_TD, output) in enumerate(zip(layers, seen, routed, strict=True)):
-            own_TR = chosen(block.router(x_TD)[0], moe["num_routed"])
+        for layer, ((_, (own_TK, _)), (_, output)) in enumerate(zip(own, routed, strict=True)):
+            own_TR = chosen(own_TK, moe["num_routed"])
             differ[layer] += (own_TR != chosen(output[2], moe["num_routed"])).any(1).sum().item()
     tokens = windows_NL.numel()
     rms = max((energy / tokens) ** 0.5, 1e-30)
@@ -71,25 +71,11 @@ def compare_models(
 
 
 @contextmanager
-def _inputs(modules: list[Any]) -> Iterator[list[torch.Tensor]]:
-    """What each module is called with, in their order."""
-    seen: list[torch.Tensor] = []
+def _calls(modules: list[Any]) -> Iterator[list[tuple[torch.Tensor, Any]]]:
+    """What each module is given and gives, in their order."""
+    seen: list[tuple[torch.Tensor, Any]] = []
     handles = [
-        module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-        for module in modules
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _outputs(modules: list[Any]) -> Iterator[list[Any]]:
-    seen: list[Any] = []
-    handles = [
-        module.register_forward_hook(lambda module, args, output: seen.append(output))
+        module.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
         for module in modules
     ]
     try:
@@ -104,8 +90,8 @@ def router_inputs(model: Any, ids: torch.Tensor, length: int) -> list[torch.Tens
     """Inputs (T, D) of every layer's router on a text, in windows of `length`."""
     found: list[list[torch.Tensor]] = [[] for _ in blocks(model)]
     for window_L in ids.split(length):
-        with _inputs([block.router for block in blocks(model)]) as seen:
+        with _calls([block.router for block in blocks(model)]) as seen:
             model(input_ids=window_L[None], use_cache=False)
-        for kept, x_TD in zip(found, seen, strict=True):
+        for kept, (x_TD, _) in zip(found, seen, strict=True):
             kept.append(x_TD)
     return [torch.cat(kept) for kept in found]
