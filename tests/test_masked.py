@@ -14,7 +14,7 @@ import torch
 
 import moesaic
 from moesaic.adapters import DenseFFN, find_ffns
-from moesaic.masked import MaskedBlock, masked_view, subset
+from moesaic.masked import MaskedBlock, masked_view
 from moesaic.routers import expert_energies, expert_grams, oracle
 from tests import reference
 from tests.families import CONTEXT, FAMILIES, tiny_model, tokens
@@ -83,7 +83,7 @@ def test_the_view_does_not_share_memory_that_a_mask_could_overwrite() -> None:
 def test_a_subset_is_the_ffn_of_these_neurons_in_this_order(family: str) -> None:
     ffn, x = find_ffns(tiny_model(family)).read(0), torch.randn(5, 32)
     index = torch.tensor([50, 3, 3, 17])
-    part = subset(ffn, index)
+    part = ffn.subset(index)
     assert part.intermediate_size == 4
     torch.testing.assert_close(part.hidden(x), ffn.hidden(x)[:, index])
     rest = 0 if ffn.down_bias_D is None else ffn.down_bias_D
@@ -93,7 +93,7 @@ def test_a_subset_is_the_ffn_of_these_neurons_in_this_order(family: str) -> None
 
 def test_all_neurons_in_another_order_are_the_same_ffn() -> None:
     ffn, x = find_ffns(tiny_model("llama")).read(0), torch.randn(5, 32)
-    part = subset(ffn, torch.randperm(52))
+    part = ffn.subset(torch.randperm(52))
     expected = ffn.output(ffn.hidden(x))
     torch.testing.assert_close(part.output(part.hidden(x)), expected, rtol=1e-5, atol=1e-5)
 

@@ -18,7 +18,7 @@ from moesaic.errors import MoesaicError
 from moesaic.gating import budget_thresholds
 from moesaic.inputs import Inputs
 from moesaic.layout import Sizes
-from moesaic.masked import Choose, MaskedBlock, masked_view, subset
+from moesaic.masked import Choose, MaskedBlock, masked_view
 from moesaic.modeling import MoesaicBlock, MoesaicRouter
 from moesaic.partition import Partition, partition
 from moesaic.profile import Profile, profile_ffn
@@ -131,7 +131,7 @@ def fit_layer(
         tick("repair")
     if recipe.router == "oracle":
         shared, size = len(parts.shared_S), parts.experts_RM.shape[1]
-        masked, block = MaskedBlock(subset(repaired, neurons_N), shared, size, choose), None
+        masked, block = MaskedBlock(repaired.subset(neurons_N), shared, size, choose), None
     else:
         block = carve(repaired, parts, {} if router is None else router.state_dict(), config)
         masked = masked_view(block, ffn, config)

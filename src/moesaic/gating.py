@@ -43,18 +43,24 @@ def budget_thresholds(
     """Thresholds (R,) of equal loads for which `count` pairs run, mean_active * T at the most.
 
     `count` maps thresholds to the pairs that the gating really runs: an expert for every token
-    that passes none comes on top of the loads, and a cap takes some away. Bisects over the tokens
+    that passes none comes on top of the loads, and a cap takes some away. Searches over the tokens
     of each expert; the mean is exact up to R pairs, one token more or less for every expert.
     """
     tokens, routed = score_TR.shape
     if mean_active >= routed:
         return thresholds(score_TR, 1.0)
     sorted_TR = score_TR.sort(dim=0, descending=True).values
-    fits, exceeds = 0, tokens
+    fits, exceeds, above, probes = 0, tokens, round(mean_active / routed * tokens), 0
     while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        if count(_cut(sorted_TR, middle)) <= mean_active * tokens:
-            fits = middle
+        probes += 1
+        if probes % 3 == 0:  # half-way now and then, for counts that are far from a line
+            above = (fits + exceeds) // 2
+        above = min(max(above, fits + 1), exceeds - 1)
+        missing = mean_active * tokens - count(_cut(sorted_TR, above))
+        if missing >= 0:
+            fits = above
         else:
-            exceeds = middle
+            exceeds = above
+        # A token more adds about R pairs; a little further, to close in from the other side.
+        above += round(1.2 * missing / routed)
     return _cut(sorted_TR, fits)

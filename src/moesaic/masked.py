@@ -9,7 +9,6 @@ Shape suffixes: T tokens, F neurons, S shared neurons, R routed experts, M neuro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,17 +37,6 @@ class MaskedBlock(nn.Module):
             h_TRM = h_TF[:, self.shared_size :].unflatten(1, (-1, self.expert_size))
             h_TRM.mul_(chosen_TR[:, :, None])
         return self.ffn.output(h_TF).view_as(hidden_states)
-
-
-def subset(ffn: DenseFFN, neurons_N: torch.Tensor) -> DenseFFN:
-    """The FFN of some neurons, in the order given; the output bias stays."""
-    index_N = neurons_N.to(ffn.up_FD.device)
-    rows: dict[str, Any] = {
-        name: tensor[index_N]
-        for name, tensor in ffn.tensors().items()
-        if name not in ("down_DF", "down_bias_D")
-    }
-    return replace(ffn, **rows, down_DF=ffn.down_DF[:, index_N])
 
 
 def masked_view(block: MoesaicBlock, ffn: DenseFFN, config: Any) -> MaskedBlock:

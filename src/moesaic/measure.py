@@ -85,13 +85,14 @@ def measure_layer(
     x_TD = x_TD[:: -(-len(x_TD) // MOST_TOKENS)]
     h_TF = ffn.hidden(x_TD).float()
     down_FD = ffn.down_DF.float().T
-    energy = max((h_TF @ down_FD).square().sum(dtype=torch.float64).item(), 1e-30)
+    dense_TD = h_TF @ down_FD
+    energy = max(dense_TD.square().sum(dtype=torch.float64).item(), 1e-30)
     block_TD = fitted.masked(x_TD).float()
     if ffn.down_bias_D is not None:
         block_TD = block_TD - ffn.down_bias_D.float()
 
     def error(y_TD: torch.Tensor) -> float:
-        return (y_TD - h_TF @ down_FD).square().sum(dtype=torch.float64).item() / energy
+        return (y_TD - dense_TD).square().sum(dtype=torch.float64).item() / energy
 
     def masked(mask_TF: torch.Tensor) -> float:
         return error((h_TF * mask_TF) @ down_FD)

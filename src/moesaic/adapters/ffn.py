@@ -42,7 +42,7 @@ class DenseFFN:
         up_TF = linear(x_TD, self.up_FD, self.up_bias_F)
         gate_TF = up_TF if self.gate_FD is None else linear(x_TD, self.gate_FD, self.gate_bias_F)
         h_TF: torch.Tensor = act(gate_TF)
-        return h_TF if self.gate_FD is None else h_TF * up_TF
+        return h_TF if self.gate_FD is None else h_TF.mul_(up_TF)  # in place: no third T F
 
     def gates(self, x_TD: torch.Tensor) -> torch.Tensor:
         """act(gate x) (T, F), by which what up gives is multiplied; for an FFN with a gate."""
@@ -59,6 +59,15 @@ class DenseFFN:
         """The same FFN with every row of gate and up scaled to unit length (recipe cmoe-code)."""
         gate_FD = None if self.gate_FD is None else normalize(self.gate_FD, dim=1)
         return replace(self, up_FD=normalize(self.up_FD, dim=1), gate_FD=gate_FD)
+
+    def subset(self, index_N: torch.Tensor) -> DenseFFN:
+        """The FFN of some neurons, in the order given; the output bias stays."""
+        rows: dict[str, Any] = {
+            name: tensor[index_N]
+            for name, tensor in self.tensors().items()
+            if name not in ("down_DF", "down_bias_D")
+        }
+        return replace(self, **rows, down_DF=self.down_DF[:, index_N])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}

@@ -47,7 +47,7 @@ def reassign(
     index_N = torch.from_numpy(neurons_N).to(device)
     norm2_N = ffn.down_DF.float().square().sum(0)[index_N]
     energy_SN = profile.sample_h_SF[:, index_N].square_() * norm2_N
-    total = float(energy_SN.sum(dtype=torch.float64))
+    total = float(energy_SN.sum(1).double().sum())
     expert_N = np.empty(len(neurons_N), dtype=np.int64)
     expert_N[np.searchsorted(neurons_N, experts_RM)] = np.arange(num_routed)[:, None]
 
@@ -55,7 +55,7 @@ def reassign(
     best_RM, since_best = experts_RM, 0
     for remaining in range(rounds, -1, -1):
         energy_SR = energy_SN @ one_hot(expert_N, num_routed, device)
-        chosen_SK = fit(energy_SR).topk(num_active, dim=1).indices
+        chosen_SK = fit(energy_SR).topk(num_active, dim=1, sorted=False).indices
         chosen_SR = torch.zeros_like(energy_SR).scatter_(1, chosen_SK, 1.0)
         kept = float((chosen_SR * energy_SR).sum(dtype=torch.float64)) / max(total, 1e-30)
         if not kept_shares or kept > kept_shares[-1]:

@@ -106,7 +106,7 @@ class MoesaicRouter(nn.Module):
         biased_TR = scores_TR + self.selection_bias
         none_TR = torch.zeros_like(biased_TR, dtype=torch.bool)
         if self.gating == "topk":
-            index_TK = biased_TR.topk(self.num_active, dim=-1).indices
+            index_TK = biased_TR.topk(self.num_active, dim=-1, sorted=False).indices
             return none_TR.scatter_(1, index_TK, True)
         chosen_TR = (biased_TR > 0).scatter_(1, biased_TR.argmax(-1, keepdim=True), True)
         if self.cap < biased_TR.shape[1]:

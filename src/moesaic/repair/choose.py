@@ -28,8 +28,8 @@ class Kept:
     neurons_N: torch.Tensor
     mask: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: all of them always
 
-    def hidden(self, x_TD: torch.Tensor, h_TF: torch.Tensor) -> torch.Tensor:
-        h_TN = h_TF[:, self.neurons_N]
+    def masked_(self, x_TD: torch.Tensor, h_TN: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the neurons that are kept, masked in place."""
         return h_TN if self.mask is None else h_TN.mul_(self.mask(x_TD))
 
 
@@ -80,6 +80,7 @@ def choose_repairs(
     A repair that does not lower the held-out error is not made. Least squares with fewer than
     TOKENS_PER_NEURON tokens per neuron falls back to mean compensation; the note says so.
     """
+    ffn, columns = _in_order(ffn, kept)
     down_FD = ffn.down_DF.float().T.contiguous()
     hidden_size, device = down_FD.shape[1], down_FD.device
     moments = [Moments(len(k.neurons_N), hidden_size, device) for k in kept]
@@ -92,10 +93,10 @@ def choose_repairs(
 
     for x_TD in inputs.fit():
         h_TF, dense_TD = outputs(x_TD)
-        for one, sums in zip(kept, moments, strict=True):
-            h_TN = one.hidden(x_TD, h_TF)
-            sums.add(h_TN, dense_TD)
-    downs = [down_FD[k.neurons_N] for k in kept]
+        # The first comes last: it may mask h_TF itself.
+        for one, own, sums in reversed(list(zip(kept, columns, moments, strict=True))):
+            sums.add(one.masked_(x_TD, h_TF[:, own]), dense_TD)
+    downs = [down_FD[own] for own in columns]
     offers = [
         _candidates(sums.residual(down_ND), method, intercept)
         for sums, down_ND in zip(moments, downs, strict=True)
@@ -105,8 +106,9 @@ def choose_repairs(
     for x_TD in inputs.held():
         h_TF, dense_TD = outputs(x_TD)
         energy += dense_TD.square().sum(dtype=torch.float64).item()
-        for one, down_ND, (found, _), error in zip(kept, downs, offers, errors, strict=True):
-            h_TN = one.hidden(x_TD, h_TF)
+        all_kept = list(zip(kept, columns, downs, offers, errors, strict=True))
+        for one, own, down_ND, (found, _), error in reversed(all_kept):
+            h_TN = one.masked_(x_TD, h_TF[:, own])
             r_TD = dense_TD - h_TN @ down_ND
             for index, candidate in enumerate(found):
                 error[index] += (r_TD - candidate.output(h_TN)).square().sum().item()
@@ -118,6 +120,18 @@ def choose_repairs(
             note = "repair skipped: it does not lower the error on held-out tokens"
         repairs.append(Repair(found[best], error[0].item(), error[best].item(), note))
     return repairs
+
+
+def _in_order(ffn: DenseFFN, kept: list[Kept]) -> tuple[DenseFFN, list[slice | torch.Tensor]]:
+    """The FFN in the order of the first masking, if that keeps all, and the columns of each.
+
+    Hidden states then are masked where they are, without a copy.
+    """
+    order_N = kept[0].neurons_N
+    if len(order_N) < ffn.intermediate_size:
+        return ffn, [k.neurons_N for k in kept]
+    place_F = order_N.argsort()
+    return ffn.subset(order_N), [slice(None), *(place_F[k.neurons_N] for k in kept[1:])]
 
 
 @torch.no_grad()
@@ -135,8 +149,8 @@ def with_up_rows(
     x_TD = torch.cat(sample)
     index_N = kept.neurons_N
     down_ND = repaired.down_DF.float().T[index_N]
-    gate_TN = kept.hidden(x_TD, repaired.gates(x_TD).float())
-    h_TN = kept.hidden(x_TD, repaired.hidden(x_TD).float())
+    gate_TN = kept.masked_(x_TD, repaired.gates(x_TD).float()[:, index_N])
+    h_TN = kept.masked_(x_TD, repaired.hidden(x_TD).float()[:, index_N])
     dense_TD = ffn.output(ffn.hidden(x_TD)).float()
     own_TD = h_TN @ down_ND
     if repaired.down_bias_D is not None:

@@ -22,7 +22,7 @@ Blocks = Callable[[], Iterable[torch.Tensor]]
 class Ridge:
     """Ridge regression on features phi (T, P): one Gram matrix and factor, many targets."""
 
-    mean_P: torch.Tensor
+    mean_P: torch.Tensor | None  # None: features as they are
     factor_PP: torch.Tensor
 
     @classmethod
@@ -31,19 +31,19 @@ class Ridge:
 
         The mean comes off first: taken off the Gram matrix, a large one would leave rounding only.
         """
-        mean_P = mean_of(blocks) if centre else torch.zeros(())
+        mean_P = mean_of(blocks) if centre else None
         gram_PP: torch.Tensor | float = 0.0
-        energy = 0.0
+        energy: torch.Tensor | float = 0.0
         for phi_TP in blocks():
-            centred_TP = phi_TP - mean_P.to(phi_TP.device)
+            centred_TP = phi_TP if mean_P is None else phi_TP - mean_P
             gram_PP = gram_PP + centred_TP.T @ centred_TP
-            energy += phi_TP.square().sum(dtype=torch.float64).item()
+            energy += torch.linalg.vector_norm(phi_TP).double().square()
         assert isinstance(gram_PP, torch.Tensor)
         gram_PP = gram_PP.double()
         # Where nothing varies, no less than rounding makes of it.
-        least = max(1e-10 * energy / len(gram_PP), 1e-30)
+        least = max(1e-10 * float(energy) / len(gram_PP), 1e-30)
         gram_PP.diagonal().add_((ridge * gram_PP.diagonal().mean()).clamp(min=least))
-        return cls(mean_P.to(gram_PP.device), torch.linalg.cholesky(gram_PP))
+        return cls(mean_P, torch.linalg.cholesky(gram_PP))
 
     def solve(self, blocks: Blocks, target_TR: torch.Tensor) -> torch.Tensor:
         """Coefficients (P, R) of the least squares fit to a target; 2 T P R FLOPs."""
@@ -51,13 +51,16 @@ class Ridge:
         start = 0
         for phi_TP in blocks():
             part_TR = target_TR[start : start + len(phi_TP)]
-            cross_PR = cross_PR + (phi_TP - self.mean_P).T @ part_TR
+            cross_PR = cross_PR + self._centred(phi_TP).T @ part_TR
             start += len(phi_TP)
         assert isinstance(cross_PR, torch.Tensor)
         return torch.cholesky_solve(cross_PR.double(), self.factor_PP).float()
 
     def scores(self, blocks: Blocks, weight_PR: torch.Tensor) -> torch.Tensor:
-        return torch.cat([(phi_TP - self.mean_P) @ weight_PR for phi_TP in blocks()])
+        return torch.cat([self._centred(phi_TP) @ weight_PR for phi_TP in blocks()])
+
+    def _centred(self, phi_TP: torch.Tensor) -> torch.Tensor:
+        return phi_TP if self.mean_P is None else phi_TP - self.mean_P
 
 
 def mean_of(blocks: Blocks) -> torch.Tensor:

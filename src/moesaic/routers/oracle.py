@@ -25,7 +25,7 @@ def expert_energies(
 ) -> torch.Tensor:
     """e_tj = ||sum over expert j's neurons of h_ti w_i||^2 (T, R); 2 T F M FLOPs, not 2 T F D."""
     h_RTM = h_TF.float().T[experts_RM].mT
-    return ((h_RTM @ gram_RMM) * h_RTM).sum(-1).T.clamp(min=0)
+    return (h_RTM @ gram_RMM).mul_(h_RTM).sum(-1).T.clamp(min=0)
 
 
 def oracle(
