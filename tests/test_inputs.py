@@ -66,3 +66,16 @@ def test_whole_windows_are_held_out_where_there_are_eight(windows: int, held: in
     assert torch.equal(joined(inputs.held()), x_TD[-held:])
     assert torch.equal(joined(inputs.fit()), x_TD[:-held])
     assert torch.equal(joined(inputs.all()), x_TD)
+
+
+@pytest.mark.parametrize("hold_out", [True, False])
+def test_apart_holds_out_in_any_case_and_fits_on_evenly_spaced_tokens(hold_out: bool) -> None:
+    x_TD, inputs = inputs_of(80, 40, hold_out)
+    view = inputs.apart(35)
+    assert view.hold_out
+    assert view.tokens == 35
+    assert torch.equal(joined(view.fit()), x_TD[[*range(0, 40, 2), *range(40, 70, 2)]])
+    assert torch.equal(joined(view.held()), x_TD[70:])
+    assert torch.equal(joined(inputs.apart(70).fit()), x_TD[:70])
+    assert inputs.hold_out == hold_out
+    assert len(joined(inputs.fit())) == (70 if hold_out else 80)

@@ -21,9 +21,16 @@ from moesaic.layout import Sizes
 from moesaic.masked import Choose, MaskedBlock, masked_view
 from moesaic.modeling import MoesaicBlock, MoesaicRouter
 from moesaic.partition import Partition, partition
-from moesaic.profile import Profile, profile_ffn
+from moesaic.profile import SAMPLE_TOKENS, Profile, profile_ffn
 from moesaic.recipe import Recipe
-from moesaic.repair import NOTHING, Kept, Repair, choose_repairs, with_up_rows
+from moesaic.repair import (
+    NOTHING,
+    TOKENS_PER_NEURON,
+    Kept,
+    Repair,
+    choose_repairs,
+    with_up_rows,
+)
 from moesaic.routers import (
     FITTED,
     REPRESENTATIVE,
@@ -50,7 +57,7 @@ class Fitted:
     static_N: torch.Tensor  # neurons that static pruning keeps at this budget
     notes: list[str]  # what did not go as asked for
     repair: Repair | None = None
-    static_repair: Repair | None = None
+    static_repair: Repair | None = None  # least squares, whatever the recipe
 
 
 @torch.no_grad()
@@ -66,7 +73,8 @@ def fit_layer(
     """Converts one FFN on its calibration inputs; `tick` is told each step's name when it ends.
 
     Passes over the tokens that compute hidden states: one to profile, one for the experts'
-    energies where the router is fitted, one for the repair. Raises MoesaicError where hidden
+    energies where the router is fitted, one for the repair; where the recipe has none, one over
+    SAMPLE_TOKENS (or twice the neurons) to repair the static reference. Raises MoesaicError where hidden
     states are not finite.
     """
     if inputs.device.type == "mps":
@@ -129,6 +137,10 @@ def fit_layer(
             repaired, repair = ffn, replace(repair, candidate=NOTHING, up=False)
             notes.append(f"repair skipped: it exceeds the range of {ffn.up_FD.dtype}")
         tick("repair")
+    else:
+        some = inputs.apart(max(SAMPLE_TOKENS, TOKENS_PER_NEURON * sizes.active))
+        (static_repair,) = choose_repairs(some, ffn, [Kept(static_N)], "least-squares", False)
+        tick("reference")
     if recipe.router == "oracle":
         shared, size = len(parts.shared_S), parts.experts_RM.shape[1]
         masked, block = MaskedBlock(repaired.subset(neurons_N), shared, size, choose), None

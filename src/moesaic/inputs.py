@@ -5,6 +5,7 @@ Shape suffixes: T tokens of a block, D hidden_size.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -44,6 +45,15 @@ class Inputs:
             if before < len(x_TD):
                 self._held.append(x_TD[before:].to(storage))
             start += len(x_TD)
+
+    def apart(self, most: int) -> Inputs:
+        """The same with the last eighth held out in any case, and about `most` tokens to fit on."""
+        view = copy.copy(self)
+        view.hold_out = True
+        stride = -(-sum(map(len, self._fit)) // most)
+        view._fit = [x_TD[::stride] for x_TD in self._fit]
+        view.tokens = sum(map(len, view._fit))
+        return view
 
     def all(self) -> Iterator[torch.Tensor]:
         """Blocks of all tokens."""

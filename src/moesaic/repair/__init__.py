@@ -5,7 +5,7 @@ tokens it was not fitted to, or none.
 """
 
 from moesaic.repair.choose import NOTHING, Kept, Repair, choose_repairs, with_up_rows
-from moesaic.repair.least_squares import least_squares
+from moesaic.repair.least_squares import TOKENS_PER_NEURON, least_squares
 from moesaic.repair.mean import mean_compensation
 from moesaic.repair.moments import Moments
 
@@ -14,6 +14,7 @@ REPAIRS = ("none", "mean", "least-squares")
 __all__ = [
     "NOTHING",
     "REPAIRS",
+    "TOKENS_PER_NEURON",
     "Kept",
     "Moments",
     "Repair",
