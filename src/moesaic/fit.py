@@ -74,8 +74,8 @@ def fit_layer(
 
     Passes over the tokens that compute hidden states: one to profile, one for the experts'
     energies where the router is fitted, one for the repair; where the recipe has none, one over
-    SAMPLE_TOKENS (or twice the neurons) to repair the static reference. Raises MoesaicError where hidden
-    states are not finite.
+    SAMPLE_TOKENS (or twice the neurons) to repair the static reference. Raises MoesaicError where
+    hidden states are not finite.
     """
     if inputs.device.type == "mps":
         raise MoesaicError("conversions solve in float64, which mps has not; take --device cpu")
