@@ -116,10 +116,11 @@ def bench_memory(layers: int, recipe: str, samples: int, length: int) -> None:
     # copies of each token for each of its 3 routed experts.
     block = BLOCK_TOKENS * (4 * neurons + (8 + 5 * 3) * hidden) * 4
     # Sample of hidden states and its contributions; Gram matrices of the routed and of the static
-    # neurons, and two float64 copies of one while it is factorised.
+    # neurons (cmoe: the static reference alone), and copies in float64 while one is factorised.
     fits = recipe != "cmoe"
     sample = 2 * min(windows_NL.numel(), SAMPLE_TOKENS) * (neurons + hidden) * 4 * fits
-    grams = (2 * neurons**2 * 4 + 3 * neurons**2 * 8) * fits
+    grammed = neurons if fits else neurons * 3 // 4
+    grams = ((1 + fits) * 4 + 3 * 8) * grammed**2
     with PeakMemory() as memory:
         moesaic.convert(model, recipe, "S3A3E8", windows_NL)
     title = f"{recipe}, memory, {layers} layers of {hidden}/{neurons}, fp32"

@@ -27,6 +27,8 @@ from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
 from moesaic.export.folder import new_path
 from moesaic.export.gguf_vocab import PRE_TOKENIZERS, read_vocabulary
 from moesaic.export.scale import choose_scale, chosen
+from moesaic.export.stock import blocks
+from moesaic.export.verify import calls
 from moesaic.load import load_model, load_tokenizer
 from tests.families import VOCABULARY, tokens
 from tests.stock_models import DENSE, converted_folder, dense_model, tokenizer
@@ -57,19 +59,60 @@ def exported(folder: Path, format: str, output: Path, **options: Any) -> Any:
 def test_a_stock_model_gives_the_same_logits(
     format: str, name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Within 5e-3 of logits of rms 1, and on the same inputs the same experts."""
+    """The same experts for all but one token in a thousand, and logits of rms 1 within 5e-3.
+
+    Where two experts tie in float32, the other one may run: that shows in all later tokens of the
+    window, so logits are compared up to there.
+    """
     report, stock = exported(folders[name], format, tmp_path / "out")
     assert type(stock).__module__.startswith(f"transformers.models.{format}")
-    original, ids = load_model(folders[name]), tokens(16, 64, seed=5)
-    with torch.no_grad():
+    original, ids = load_model(folders[name]), tokens(128, 64, seed=5)
+    routers = [block.router for block in blocks(original)]
+    gates = [layer.mlp.gate for layer in stock.model.layers]
+    with torch.no_grad(), calls(routers) as own, calls(gates) as others:
         expected, found = original(ids).logits, stock(ids).logits
-    rms = expected.square().mean().sqrt()
-    error = (found - expected).abs() / rms
-    assert error.mean() < 1e-3
-    # A tie that falls the other way shows in all later tokens of its window: in three at most.
-    assert error.amax((1, 2)).sort().values[-4] < 5e-3
+    experts = original.config.moesaic["num_routed"]
+    changed = torch.stack([
+        (chosen(ours[0], experts) != chosen(stocks[2], experts)).any(1).view(ids.shape)
+        for (_, ours), (_, stocks) in zip(own, others, strict=True)
+    ])  # fmt: skip
+    assert changed.double().mean() < 1e-3
+    same = changed.any(0).cumsum(1) == 0
+    assert same.double().mean() > 0.9
+    error = (found - expected).abs() / expected.square().mean().sqrt()
+    assert error[same].max() < 5e-3
+    assert error[same].mean() < 1e-3
     assert max(scale.changed for scale in report.scales) < 1e-3
     assert max(scale.gate_error for scale in report.scales) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["llama, llama3 rope", "qwen2", "phi3, partial"])
+def test_narrow_heads_are_filled_up_and_attend_as_before(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Heads of 8 dimensions as heads of 32: the inputs of the first layer's router show it."""
+    report, stock = exported(folders[name], "glm4_moe", tmp_path / "out")
+    assert stock.config.head_dim == 32
+    rotated = 8 * (0.5 if "partial" in name else 1)
+    assert stock.config.rope_parameters["partial_rotary_factor"] * 32 == rotated
+    assert any("heads of 8" in line for line in report.warnings)
+    original, ids = load_model(folders[name]), tokens(4, 64, seed=5)
+    with torch.no_grad(), calls([blocks(original)[0].router]) as own:
+        original(ids)
+    with torch.no_grad(), calls([stock.model.layers[0].mlp.gate]) as others:
+        stock(ids)
+    torch.testing.assert_close(others[0][0].view_as(own[0][0]), own[0][0], rtol=1e-5, atol=1e-5)
+
+
+def test_wide_heads_and_heads_with_a_norm_stay(folders: dict[str, Path]) -> None:
+    config = load_model(folders["qwen3"]).config
+    assert glm4_moe.warnings(config) == []
+    assert glm4_moe.stock_config(config, torch.float32).head_dim == 8
+    config = load_model(folders["llama, tied, head_dim 16"]).config
+    assert glm4_moe.stock_config(config, torch.float32).head_dim == 32
+    config.head_dim = 64
+    assert glm4_moe.warnings(config) == []
+    assert glm4_moe.stock_config(config, torch.float32).head_dim == 64
 
 
 @pytest.mark.parametrize("layout", ["S0A3E8", "S1A5E6", "S2A1E4"])

@@ -1,6 +1,7 @@
 """Target `glm4_moe`: sigmoid router with a selection bias, shared experts, attention of Llama.
 
-Shape suffixes: T tokens, R routed experts, K routed experts run per token.
+Shape suffixes: T tokens, R routed experts, K routed experts run per token, D hidden_size, H heads,
+W dimensions of one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import Glm4MoeConfig
 
 from moesaic.export.stock import (
@@ -18,6 +20,8 @@ from moesaic.export.stock import (
     shared_weights,
     sliding_layers,
 )
+
+NARROWEST = 32  # dimensions of a head
 
 
 def supports(config: Any) -> list[str]:
@@ -34,8 +38,14 @@ def supports(config: Any) -> list[str]:
 
 
 def warnings(config: Any) -> list[str]:
-    """What engines do otherwise than transformers: nothing that is known."""
-    return []
+    """What a user should know: narrow heads are written wider."""
+    own, written = _head_dims(config)
+    if own == written:
+        return []
+    return [
+        f"its heads of {own} dimensions are filled up with zeros to {written}, since vLLM has no "
+        f"attention on a CPU for narrower ones: the cache takes {written / own:g} times the memory"
+    ]
 
 
 def route(
@@ -49,9 +59,14 @@ def route(
 
 
 def stock_config(config: Any, dtype: torch.dtype) -> Glm4MoeConfig:
-    moe = config.moesaic
+    moe, common = config.moesaic, common_config(config, dtype)
+    own, written = _head_dims(config)
+    if own != written:  # the same dimensions are rotated, by the same angles
+        part = int(own * common["partial_rotary_factor"]) / written
+        common |= {"head_dim": written, "partial_rotary_factor": part}
+        common["rope_parameters"]["partial_rotary_factor"] = part
     return Glm4MoeConfig(
-        **common_config(config, dtype),
+        **common,
         attention_bias=config.base_model_type == "qwen2",
         use_qk_norm=config.base_model_type == "qwen3",
         moe_intermediate_size=moe["padded_size"],
@@ -70,6 +85,9 @@ def stock_config(config: Any, dtype: torch.dtype) -> Glm4MoeConfig:
 def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
     """The weights by this architecture's names; sigmoid has a slope of 1/4 at 0, so bias / 4."""
     state = common_state(model)
+    own, written = _head_dims(model.config)
+    if own != written:
+        state |= {name: _wider(name, w, own, written) for name, w in state.items()}
     moe = model.config.moesaic
     size = _shared_experts(moe) * moe["padded_size"]
     for layer, (block, factor) in enumerate(zip(blocks(model), factors, strict=True)):
@@ -82,6 +100,28 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
         for name, weight in shared_weights(block, size).items():
             state[f"{place}shared_experts.{name}"] = weight
     return state
+
+
+def _head_dims(config: Any) -> tuple[int, int]:
+    """Dimensions of a head, and those that are written; a norm over a head leaves it as it is."""
+    own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return own, own if config.base_model_type == "qwen3" else max(own, NARROWEST)
+
+
+def _wider(name: str, weight: torch.Tensor, own: int, written: int) -> torch.Tensor:
+    """A weight of the attention with zeros after every head's dimensions; others as they are.
+
+    Scores are divided by the root of the written dimensions: the queries make up for it.
+    """
+    if name.endswith("o_proj.weight"):
+        weight_DHW = weight.unflatten(1, (-1, own))
+        return pad(weight_DHW, (0, written - own)).flatten(1)
+    if name.split(".")[-2] not in ("q_proj", "k_proj", "v_proj"):
+        return weight
+    weight_HWD = weight.reshape(len(weight) // own, own, -1)
+    if ".q_proj." in name:
+        weight_HWD = weight_HWD * (written / own) ** 0.5
+    return pad(weight_HWD, (0, 0, 0, written - own)).reshape(-1, *weight.shape[1:])
 
 
 def _shared_experts(moe: dict[str, int]) -> int:

@@ -47,9 +47,9 @@ def compare_models(
     largest, total, energy = 0.0, 0.0, 0.0
     differ = torch.zeros(len(layers), dtype=torch.float64)
     for window_L in windows_NL:
-        with _calls([block.router for block in layers]) as own:
+        with calls([block.router for block in layers]) as own:
             own_LV = model(input_ids=window_L[None], use_cache=False).logits[0].float()
-        with _calls([layer.mlp.gate for layer in stock_layers]) as routed:
+        with calls([layer.mlp.gate for layer in stock_layers]) as routed:
             stock_LV = stock(input_ids=window_L[None], use_cache=False).logits[0].float()
         difference_LV = (own_LV - stock_LV).abs()
         largest = max(largest, difference_LV.max().item())
@@ -71,7 +71,7 @@ def compare_models(
 
 
 @contextmanager
-def _calls(modules: list[Any]) -> Iterator[list[tuple[torch.Tensor, Any]]]:
+def calls(modules: list[Any]) -> Iterator[list[tuple[torch.Tensor, Any]]]:
     """What each module is given and gives, in their order."""
     seen: list[tuple[torch.Tensor, Any]] = []
     handles = [
@@ -90,7 +90,7 @@ def router_inputs(model: Any, ids: torch.Tensor, length: int) -> list[torch.Tens
     """Inputs (T, D) of every layer's router on a text, in windows of `length`."""
     found: list[list[torch.Tensor]] = [[] for _ in blocks(model)]
     for window_L in ids.split(length):
-        with _calls([block.router for block in blocks(model)]) as seen:
+        with calls([block.router for block in blocks(model)]) as seen:
             model(input_ids=window_L[None], use_cache=False)
         for kept, (x_TD, _) in zip(found, seen, strict=True):
             kept.append(x_TD)
