@@ -22,10 +22,11 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from moesaic.errors import MoesaicError
 from moesaic.measure import LayerReport
-from moesaic.modeling import MoesaicBlock
+from moesaic.modeling import new_block
 
 _DRAFT, _MODEL, _OLD = "draft.json", "model", "old"
 SHARD_SIZE = "5GB"
@@ -168,9 +169,7 @@ def _report_file(draft: Path, layer: int) -> Path:
     return draft / f"report-{layer:05d}.json"
 
 
-def save_layer(
-    draft: Path, layer: int, prefix: str, block: MoesaicBlock, report: LayerReport
-) -> None:
+def save_layer(draft: Path, layer: int, prefix: str, block: nn.Module, report: LayerReport) -> None:
     """Writes one converted FFN as a shard, complete or not at all, and its report before it."""
     tensors = {f"{prefix}.{k}": v.cpu().contiguous() for k, v in block.state_dict().items()}
     _report_file(draft, layer).write_text(json.dumps(report.to_dict(timing=False)))
@@ -179,18 +178,23 @@ def save_layer(
 
 def load_layer(
     draft: Path, layer: int, prefix: str, config: Any
-) -> tuple[MoesaicBlock, LayerReport] | None:
-    """A layer that an earlier run finished, or None where it is absent or damaged."""
+) -> tuple[nn.Module, LayerReport] | None:
+    """A layer that an earlier run finished, or None where it is absent or damaged.
+
+    Which experts of a mixture it left whole goes into the configuration.
+    """
     path = _layer_file(draft, layer)
     if not path.is_file():
         return None
-    with torch.device("meta"):
-        block = MoesaicBlock(config)
     try:
         report = LayerReport(seconds=None, **json.loads(_report_file(draft, layer).read_text()))
+        if whole := [row["expert"] for row in report.experts if "whole" in row]:
+            config.moesaic["whole"][str(layer)] = whole
+        with torch.device("meta"):
+            block: nn.Module = new_block(config, layer)
         state = {k.removeprefix(f"{prefix}."): v for k, v in load_file(path).items()}
         block.load_state_dict(state, assign=True)
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError):
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError):
         return None
     return block.eval(), report
 

@@ -28,7 +28,16 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate import evaluate
 from moesaic.flops import count_macs, meta_model
 from moesaic.load import choose_device, choose_dtype, load_config
-from moesaic.options import Device, Dtype, Grain, Trust, check_json_file, err, write_json
+from moesaic.options import (
+    Device,
+    Dtype,
+    Grain,
+    Trust,
+    check_json_file,
+    err,
+    numbers,
+    write_json,
+)
 from moesaic.plan import make_plan
 from moesaic.prepare import prepare
 from moesaic.recipe import RECIPES
@@ -89,6 +98,17 @@ def convert(
     dtype: Dtype = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a killed run.")] = False,
+    experts: Annotated[
+        str | None,
+        typer.Option(help="In a model that has experts: convert these only, such as 0,3,7."),
+    ] = None,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Experts that see fewer calibration tokens stay whole [default: as many as an "
+            "expert has neurons]."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, write nothing.")
     ] = False,
@@ -98,11 +118,13 @@ def convert(
     source = calibration or ("demo" if model == "demo" else "wikitext2")
     choose_device(device)
     choose_dtype(dtype)
+    chosen = numbers("--experts", experts)
     if dry_run:
         ready = prepare(
             model, recipe, layout, source, sparsity=sparsity, grain=grain, output=output,
             samples=samples, sequence_length=sequence_length, seed=seed, overwrite=overwrite,
-            resume=resume, trust_remote_code=trust_remote_code,
+            resume=resume, trust_remote_code=trust_remote_code, experts=chosen,
+            min_tokens=min_tokens,
         )  # fmt: skip
         if target_ratio is not None:
             check_target(target_ratio, layout, sparsity, ready.heldout_ids)
@@ -123,7 +145,7 @@ def convert(
         model, recipe, layout, source, sparsity=sparsity, target_ratio=target_ratio, grain=grain,
         output=output, samples=samples, sequence_length=sequence_length, seed=seed, device=device,
         dtype=dtype, overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
-        command=_command(), progress=True,
+        experts=chosen, min_tokens=min_tokens, command=_command(), progress=True,
     )  # fmt: skip
     report_tables(report)
     next_command = [_program(), "eval", str(output), "--text", source, "--against", model]

@@ -7,20 +7,24 @@ layers before it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
+from torch import nn
 
 from moesaic import checkpoint
+from moesaic.adapters import Mixtures
 from moesaic.errors import MoesaicError
 from moesaic.fit import fit_layer
+from moesaic.hierarchy import Routed, fit_mixture, masked_mixture
 from moesaic.inputs import Inputs
-from moesaic.masked import MaskedBlock, masked_view
+from moesaic.masked import masked_view
 from moesaic.measure import LayerReport, measure_layer
-from moesaic.modeling import MoesaicBlock, install_block
+from moesaic.modeling import install_block
 from moesaic.plan import Plan
 from moesaic.soundness import check_inputs
 from moesaic.stream import Stream
@@ -49,7 +53,12 @@ def convert_layers(
         layers[layer].to(stream.device)
         check_inputs(stream, layer)
         clock("check")
-        reports.append(_convert_layer(stream, todo, layer, seed, draft, clock, trial))
+        if layer not in stream.ffns.converted:  # a dense layer among others with experts
+            stream.advance(layer)
+            clock("advance")
+        else:
+            convert = _convert_mixture if isinstance(stream.ffns, Mixtures) else _convert_layer
+            reports.append(convert(stream, todo, layer, seed, draft, clock, trial))
         layers[layer].to(home)
     return reports
 
@@ -71,8 +80,9 @@ def _convert_layer(
     clock("inputs")
     ffn = ffns.read(layer)
     if draft and (done := checkpoint.load_layer(draft, layer, prefix, config)) is not None:
-        block = done[0].to(stream.device)
-        _advance(stream, config, layer, block, masked_view(block, ffn, config), inputs)
+        block: Any = done[0].to(stream.device)
+        masked = masked_view(block, ffn, config)
+        _advance(stream, config, layer, block, masked, inputs.all())
         return done[1]
     generator = np.random.default_rng([seed, layer])
     try:
@@ -81,13 +91,51 @@ def _convert_layer(
         raise MoesaicError(f"layer {layer} of {todo.model}: {error}") from error
     report = measure_layer(layer, inputs, ffn, fitted, todo.sizes, seed)
     clock("measure")
-    _advance(stream, config, layer, None if trial else fitted.block, fitted.masked, inputs)
+    _advance(stream, config, layer, None if trial else fitted.block, fitted.masked, inputs.all())
     clock("advance")
     report.seconds = time.perf_counter() - begun
     if draft is not None and fitted.block is not None:
         checkpoint.save_layer(draft, layer, prefix, fitted.block, report)
         clock("write")
     return report
+
+
+def _convert_mixture(
+    stream: Stream,
+    todo: Plan,
+    layer: int,
+    seed: int,
+    draft: Path | None,
+    clock: _Clock,
+    trial: bool,
+) -> LayerReport:
+    """The same for a layer that has experts already: each of them is fitted by itself."""
+    ffns, config = stream.ffns, todo.config
+    assert isinstance(ffns, Mixtures)
+    begun = time.perf_counter()
+    prefix = ffns.state_prefix(layer)
+    routed = Routed(
+        stream.ffn_calls(layer), ffns.num_outer, todo.recipe.fits, stream.storage, stream.device,
+        window=stream.hidden_NLD.shape[1],
+    )  # fmt: skip
+    clock("inputs")
+    if draft and (done := checkpoint.load_layer(draft, layer, prefix, config)) is not None:
+        block: Any = done[0].to(stream.device)
+        masked = masked_mixture(block, ffns, layer, config)
+        _advance(stream, config, layer, block, masked, routed.all())
+        return done[1]
+    try:
+        fitted = fit_mixture(routed, ffns, layer, todo, seed, clock)
+    except MoesaicError as error:
+        raise MoesaicError(f"layer {layer} of {todo.model}: {error}") from error
+    kept = None if trial else fitted.block
+    _advance(stream, config, layer, kept, fitted.masked, routed.all())
+    clock("advance")
+    fitted.report.seconds = time.perf_counter() - begun
+    if draft is not None and fitted.block is not None:
+        checkpoint.save_layer(draft, layer, prefix, fitted.block, fitted.report)
+        clock("write")
+    return fitted.report
 
 
 def stream_inputs(stream: Stream, layer: int, hold_out: bool) -> Inputs:
@@ -102,14 +150,14 @@ def _advance(
     stream: Stream,
     config: Any,
     layer: int,
-    block: MoesaicBlock | None,
-    masked: MaskedBlock,
-    inputs: Inputs,
+    block: nn.Module | None,
+    masked: nn.Module,
+    calls: Iterable[Any],
 ) -> None:
     """Passes all tokens through the converted layer, masked, and leaves the block in its place."""
     install_block(stream.ffns.base, config, layer, masked)
     if layer + 1 < len(stream.ffns.layers):  # nothing reads what the last one puts out
-        stream.advance(layer, inputs.all())
+        stream.advance(layer, calls)
     if block is not None:
         install_block(stream.ffns.base, config, layer, block)
 

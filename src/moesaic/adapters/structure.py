@@ -64,6 +64,11 @@ class FFNs:
     pattern: Pattern
     activation: str
 
+    @property
+    def converted(self) -> tuple[int, ...]:
+        """The layers that a conversion changes."""
+        return tuple(range(len(self.layers)))
+
     def replaced(self, layer: int) -> nn.Module:
         """The module that receives the FFN's input."""
         return self.layers[layer].get_submodule(self.ffn_path)
@@ -73,7 +78,7 @@ class FFNs:
         """Puts every module that a conversion replaces back where it was."""
         kept = [
             (layer.get_submodule(parent) if parent else layer, name, layer.get_submodule(path))
-            for layer in self.layers
+            for layer in (self.layers[i] for i in self.converted)
             for path in (self.ffn_path, *self.identities)
             for parent, _, name in [path.rpartition(".")]
         ]
@@ -103,10 +108,10 @@ class FFNs:
 
 
 def find_ffns(model: Any) -> FFNs:
-    """Locates the FFNs of a causal language model.
+    """Locates the FFNs of a causal language model; the experts (`Mixtures`) of one that has some.
 
     Raises MoesaicError, listing what is supported and what was found, for a model whose FFNs it
-    does not recognise, that is a mixture already, or whose FFN weights are quantised.
+    does not recognise or whose FFN weights are quantised.
     """
     name = type(model).__name__
     base = getattr(model, model.base_model_prefix, model)
@@ -120,12 +125,10 @@ def find_ffns(model: Any) -> FFNs:
         raise MoesaicError(f"{name}: no stack of {count} layers found; supported are {SUPPORTED}")
     layers_path, layers = stacks[0]
     first = layers[0]
-    mixtures = [path for path, module in first.named_modules() if path.endswith("experts")]
-    if mixtures:
-        raise MoesaicError(
-            f"{name} is a mixture of experts already (layer 0 has {mixtures[0]!r}): only dense "
-            "models can be converted"
-        )
+    from moesaic.adapters.mixture import find_mixtures  # which derives from FFNs
+
+    if (mixtures := find_mixtures(model, base, layers_path, layers)) is not None:
+        return mixtures
     matches = [
         (path, pattern)
         for pattern in PATTERNS
@@ -148,7 +151,7 @@ def find_ffns(model: Any) -> FFNs:
         ffn_path=pattern.up if pattern.inline else path,
         identities=("activation_fn", pattern.down) if pattern.inline else (),
         pattern=pattern,
-        activation=_activation(model, name),
+        activation=activation_of(model, name),
     )
     _check_all(found)
     return found
@@ -172,7 +175,7 @@ def _weight(projection: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     )
 
 
-def _activation(model: Any, name: str) -> str:
+def activation_of(model: Any, name: str) -> str:
     config = model.config.get_text_config()
     for key in _ACTIVATION_KEYS:
         if isinstance(value := getattr(config, key, None), str) and value in ACT2FN:

@@ -3,7 +3,8 @@
 from transformers import AutoConfig
 
 from .configuration_moesaic import MoesaicConfig, config_class_for
-from .modeling_moesaic import MoesaicBlock, install_block
+from .hierarchy_moesaic import MoesaicHierarchy, MoesaicPairProjection
+from .modeling_moesaic import MoesaicBlock, install_block, new_block
 from .routing_moesaic import MoesaicProjection, MoesaicRouter
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
@@ -11,8 +12,11 @@ AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 __all__ = [
     "MoesaicBlock",
     "MoesaicConfig",
+    "MoesaicHierarchy",
+    "MoesaicPairProjection",
     "MoesaicProjection",
     "MoesaicRouter",
     "config_class_for",
     "install_block",
+    "new_block",
 ]
