@@ -121,7 +121,7 @@ def convert(
         tokens=windows_NL.numel(),
         sequence_length=windows_NL.shape[1],
         seed=seed,
-        active_ffn_fraction=todo.sizes.active / todo.sizes.total,
+        active_ffn_fraction=active_ffn_fraction(todo.config),
         dense_macs=todo.dense_macs.total,
         macs=todo.macs.total,
         search=search,

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from moesaic.adapters import Mixtures, find_ffns
+from moesaic.adapters import DenseFFN, FFNs, Mixtures, find_ffns
 from moesaic.errors import MoesaicError
 from moesaic.modeling import (
     MoesaicBlock,
@@ -75,7 +75,10 @@ def count_macs(model: Any, tokens: int) -> Macs:
         blocks = [m for m in model.modules() if isinstance(m, MoesaicHierarchy)]
         inside, router = _around_experts(base.get_submodule(layers), path)
         ffn = inside + sum(_active_weights_of_pairs(block, moe) for block in blocks)
-        sub_router = sum(
+        for beside in (m for m in model.modules() if isinstance(m, MoesaicBlock)):
+            ffn += _active_weights(beside, moe["beside"]) - _matrices(beside)
+            sub_router += _matrices(beside.router)
+        sub_router += sum(
             moe["outer_active"] * part.inputs * part.outputs
             for part in model.modules()
             if isinstance(part, MoesaicPairProjection)
@@ -87,15 +90,11 @@ def count_macs(model: Any, tokens: int) -> Macs:
         inside = sum(_matrices(block) for block in flat)
     else:
         found = find_ffns(model)
-        each = {
-            layer: sum(t.numel() for t in found.read(layer).tensors().values() if t.ndim == 2)
-            for layer in found.converted
-        }
-        ffn = inside = sum(each.values())
-        router = 0
+        ffn, router = routed_macs(found), 0
+        inside = ffn
         if isinstance(found, Mixtures):
             inside, router = _around_experts(found.layers, found.ffn_path)
-            ffn = inside + found.outer_active * ffn
+            ffn += inside
     head = model.get_output_embeddings().weight.numel()
     return Macs(
         attention=(_matrices(model) - inside - head) * tokens,
@@ -106,6 +105,22 @@ def count_macs(model: Any, tokens: int) -> Macs:
         active_ffn_fraction=active_ffn_fraction(config),
         sub_router=sub_router * tokens,
     )
+
+
+def routed_macs(found: FFNs, beside: bool = False) -> int:
+    """Weights of the FFNs that a conversion changes, as many as one token uses of them.
+
+    With those of a mixture's shared experts where `beside`.
+    """
+
+    def weights(ffn: DenseFFN | None) -> int:
+        return sum(t.numel() for t in ffn.tensors().values() if t.ndim == 2) if ffn else 0
+
+    each = sum(weights(found.read(layer)) for layer in found.converted)
+    if not isinstance(found, Mixtures):
+        return each
+    shared = sum(weights(found.read_beside(layer)) for layer in found.converted)
+    return each * found.outer_active + (shared if beside else 0)
 
 
 def _around_experts(layers: Any, path: str) -> tuple[int, int]:
@@ -140,17 +155,28 @@ def _active_weights_of_pairs(block: MoesaicHierarchy, moe: dict[str, Any]) -> fl
 def active_ffn_fraction(config: Any) -> float:
     """Share of the model's FFN neurons that a token computes; 1 before a conversion.
 
-    In a mixture, of the neurons of its routed experts, each expert counting alike.
+    In a mixture, of the neurons of the experts that a token is sent to, each expert counting
+    alike, and of a shared one that has been converted.
     """
     if config.model_type != "moesaic":
         return 1.0
     moe = config.moesaic
-    total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
-    active = float((moe["shared_size"] + moe["num_active"] * moe["expert_size"]) / total)
+    active, total = _active_neurons(moe)
     if "num_outer" not in moe:
-        return active
+        return active / total
     whole = sum(map(len, moe["whole"].values())) / (len(moe["layers"]) * moe["num_outer"])
-    return whole + (1 - whole) * active
+    active = moe["outer_active"] * (whole * total + (1 - whole) * active)
+    total *= moe["outer_active"]
+    if "beside" in moe:
+        more = _active_neurons(moe["beside"])
+        active, total = active + more[0], total + more[1]
+    return float(active / total)
+
+
+def _active_neurons(moe: dict[str, Any]) -> tuple[float, float]:
+    """Neurons of one FFN that a token computes, and all of them."""
+    total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
+    return moe["shared_size"] + moe["num_active"] * moe["expert_size"], total
 
 
 def _matrices(module: nn.Module | None) -> int:

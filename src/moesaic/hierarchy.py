@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from moesaic.data import HELD_OUT
 from moesaic.errors import MoesaicError
 from moesaic.fit import fit_layer
 from moesaic.inputs import Inputs
+from moesaic.layout import Sizes
 from moesaic.masked import MaskedBlock, masked_view
 from moesaic.measure import MOST_TOKENS, LayerReport, measure_layer
-from moesaic.modeling import MoesaicHierarchy
+from moesaic.modeling import MoesaicBlock, MoesaicHierarchy, beside_config
 from moesaic.plan import Plan
 from moesaic.stack import State, stack_experts, unstack_expert, whole_state
 
@@ -63,6 +65,13 @@ class Routed:
             strict=True,
         ):
             yield tuple(tensor.to(self.device) for tensor in tensors)
+
+    def all_inputs(self) -> Inputs:
+        """All tokens: what the shared expert is called with."""
+        return Inputs(
+            self.x_TD.split(BLOCK_TOKENS), len(self.x_TD), self.hold_out, self.storage,
+            self.device, first_held=self.first_held,
+        )  # fmt: skip
 
     def inputs(self, expert: int) -> Inputs:
         """The tokens that the router sends to an expert; held out are those of the same windows.
@@ -105,11 +114,15 @@ class MaskedMixture(nn.Module):
 
 @dataclass(frozen=True)
 class FittedMixture:
-    """A converted layer; `block` is None for the oracle, which only exists masked."""
+    """A converted layer; blocks are None for the oracle, which only exists masked.
+
+    `beside` is the shared expert's, None where the family has none or it stays as it is.
+    """
 
     block: MoesaicHierarchy | None
     masked: MaskedMixture
     report: LayerReport
+    beside: tuple[MoesaicBlock | None, MaskedBlock] | None = None
 
 
 def stays_whole(routed: Routed, asked: dict[str, Any]) -> dict[int, str]:
@@ -164,7 +177,30 @@ def fit_mixture(
         block = stack_experts([s for s in states if s is not None], todo.config, layer)
     tick("stack")
     counts = [len(token_P) for token_P in routed.tokens_of]
-    return FittedMixture(block, MaskedMixture(parts), merged(layer, reports, counts, whole))
+    report, beside = merged(layer, reports, counts, whole), None
+    if "beside" in moe and (shared := ffns.read_beside(layer)) is not None:
+        inputs, own = routed.all_inputs(), beside_config(todo.config)
+        sizes, generator = _beside_sizes(own.moesaic), np.random.default_rng([seed, layer])
+        try:
+            fitted = fit_layer(inputs, shared, todo.recipe, sizes, own, generator, tick)
+        except MoesaicError as error:
+            raise MoesaicError(f"shared expert: {error}") from error
+        measured = measure_layer(layer, inputs, shared, fitted, sizes, seed, most=most)
+        tick("measure")
+        report.experts.append(_row("shared", inputs.tokens, measured))
+        report.notes += [f"shared expert: {note}" for note in measured.notes]
+        beside = fitted.block, fitted.masked
+        if fitted.block is not None and fitted.block.experts is not None:
+            fitted.block.experts.config = todo.config  # the whole model's, as in `new_beside`
+    return FittedMixture(block, MaskedMixture(parts), report, beside)
+
+
+def _beside_sizes(moe: dict[str, Any]) -> Sizes:
+    """Of the shared expert, from its configuration; static pruning keeps a shared part alone."""
+    size = moe["expert_size"]
+    if moe["num_routed"]:
+        return Sizes(moe["shared_size"], size, moe["num_routed"], moe["num_active"])
+    return Sizes(moe["shared_size"], 1, moe["dropped"], 0)
 
 
 def masked_mixture(
@@ -193,14 +229,14 @@ def merged(
             return None
         return sum(v * count for v, count in pairs if v is not None) / total
 
-    names = [n for n in next(iter(reports.values())).references if n] if reports else []
+    names = list(next(iter(reports.values())).references) if reports else []
     report = LayerReport(
         layer=layer,
         seconds=None,
         tokens=sum(one.tokens for one in reports.values()),
         heldout=all(one.heldout for one in reports.values()),
         relative_error=mean(lambda one: one.relative_error) or 0.0,
-        references={name: mean(lambda one, n=name: one.references.get(n)) or 0.0 for name in names},
+        references={name: mean(partial(_reference, name)) or 0.0 for name in names},
         router_recall=mean(lambda one: one.router_recall),
         mass_kept=mean(lambda one: one.mass_kept),
         oracle_mass=mean(lambda one: one.oracle_mass),
@@ -214,13 +250,20 @@ def merged(
         if expert in whole:
             row["whole"] = whole[expert]
         else:
-            one = reports[expert]
-            row |= {
-                "relative_error": one.relative_error, "references": one.references,
-                "router_recall": one.router_recall, "repair": one.repair,
-            }  # fmt: skip
+            row = _row(expert, count, reports[expert])
         report.experts.append(row)
     return report
+
+
+def _reference(name: str, one: LayerReport) -> float | None:
+    return one.references.get(name)
+
+
+def _row(expert: int | str, tokens: int, one: LayerReport) -> dict[str, Any]:
+    return {
+        "expert": expert, "tokens": tokens, "relative_error": one.relative_error,
+        "references": one.references, "router_recall": one.router_recall, "repair": one.repair,
+    }  # fmt: skip
 
 
 def _notes(reports: dict[int, LayerReport], whole: dict[int, str]) -> list[str]:

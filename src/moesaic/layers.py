@@ -24,7 +24,7 @@ from moesaic.hierarchy import Routed, fit_mixture, masked_mixture
 from moesaic.inputs import Inputs
 from moesaic.masked import masked_view
 from moesaic.measure import LayerReport, measure_layer
-from moesaic.modeling import install_block
+from moesaic.modeling import beside_config, install_beside, install_block
 from moesaic.plan import Plan
 from moesaic.soundness import check_inputs
 from moesaic.stream import Stream
@@ -74,13 +74,13 @@ def _convert_layer(
 ) -> LayerReport:
     """Fit, measure, pass on. What it holds of the dense FFN goes when it returns."""
     ffns, recipe, config = stream.ffns, todo.recipe, todo.config
-    prefix = ffns.state_prefix(layer)
+    prefixes = [ffns.state_prefix(layer)]
     begun = time.perf_counter()
     inputs = stream_inputs(stream, layer, recipe.fits)
     clock("inputs")
     ffn = ffns.read(layer)
-    if draft and (done := checkpoint.load_layer(draft, layer, prefix, config)) is not None:
-        block: Any = done[0].to(stream.device)
+    if draft and (done := checkpoint.load_layer(draft, layer, prefixes, config)):
+        block: Any = done[0][0].to(stream.device)
         masked = masked_view(block, ffn, config)
         _advance(stream, config, layer, block, masked, inputs.all())
         return done[1]
@@ -95,7 +95,7 @@ def _convert_layer(
     clock("advance")
     report.seconds = time.perf_counter() - begun
     if draft is not None and fitted.block is not None:
-        checkpoint.save_layer(draft, layer, prefix, fitted.block, report)
+        checkpoint.save_layer(draft, layer, prefixes, [fitted.block], report)
         clock("write")
     return report
 
@@ -113,27 +113,43 @@ def _convert_mixture(
     ffns, config = stream.ffns, todo.config
     assert isinstance(ffns, Mixtures)
     begun = time.perf_counter()
-    prefix = ffns.state_prefix(layer)
     routed = Routed(
         stream.ffn_calls(layer), ffns.num_outer, todo.recipe.fits, stream.storage, stream.device,
         window=stream.hidden_NLD.shape[1],
     )  # fmt: skip
     clock("inputs")
-    if draft and (done := checkpoint.load_layer(draft, layer, prefix, config)) is not None:
-        block: Any = done[0].to(stream.device)
-        masked = masked_mixture(block, ffns, layer, config)
-        _advance(stream, config, layer, block, masked, routed.all())
+    if draft and (done := checkpoint.load_layer(draft, layer, ffns.prefixes(layer), config)):
+        block: Any = done[0][0].to(stream.device)
+        masked: nn.Module = masked_mixture(block, ffns, layer, config)
+        if len(done[0]) > 1:
+            whole: Any = done[0][1].to(stream.device)
+            ffn = ffns.read_beside(layer)
+            assert ffn is not None
+            own = beside_config(config)
+            _advance_both(
+                stream, config, layer, (block, whole), (masked, masked_view(whole, ffn, own))
+            )
+        else:
+            _advance(stream, config, layer, block, masked, routed.all())
         return done[1]
     try:
         fitted = fit_mixture(routed, ffns, layer, todo, seed, clock)
     except MoesaicError as error:
         raise MoesaicError(f"layer {layer} of {todo.model}: {error}") from error
     kept = None if trial else fitted.block
-    _advance(stream, config, layer, kept, fitted.masked, routed.all())
+    blocks: list[nn.Module | None] = [fitted.block]
+    if fitted.beside is None:
+        _advance(stream, config, layer, kept, fitted.masked, routed.all())
+    else:
+        beside, beside_masked = fitted.beside
+        blocks.append(beside)
+        both = (kept, None if trial else beside)
+        _advance_both(stream, config, layer, both, (fitted.masked, beside_masked))
     clock("advance")
     fitted.report.seconds = time.perf_counter() - begun
-    if draft is not None and fitted.block is not None:
-        checkpoint.save_layer(draft, layer, prefix, fitted.block, fitted.report)
+    found = [block for block in blocks if block is not None]
+    if draft is not None and found:
+        checkpoint.save_layer(draft, layer, ffns.prefixes(layer), found, fitted.report)
         clock("write")
     return fitted.report
 
@@ -160,6 +176,24 @@ def _advance(
         stream.advance(layer, calls)
     if block is not None:
         install_block(stream.ffns.base, config, layer, block)
+
+
+def _advance_both(
+    stream: Stream,
+    config: Any,
+    layer: int,
+    blocks: tuple[nn.Module | None, nn.Module | None],
+    masked: tuple[nn.Module, nn.Module],
+) -> None:
+    """The same where a shared expert has been converted too: the layer runs again in whole."""
+    base = stream.ffns.base
+    for experts, beside in (masked, blocks):
+        if experts is not None:
+            install_block(base, config, layer, experts)
+        if beside is not None:
+            install_beside(base, config, layer, beside)
+        if experts is masked[0] and layer + 1 < len(stream.ffns.layers):
+            stream.advance(layer)
 
 
 class _Clock:

@@ -106,23 +106,16 @@ def check_converted(config: Any, model: str) -> None:
     try:
         moe = config.moesaic
         layout, routed = Layout.parse(moe["layout"]), moe["recipe"]["grouping"] != "none"
-        total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
-        sizes = layout.sizes(total)
-        expected = {
-            "num_shared": layout.num_shared,
-            "num_routed": sizes.num_routed if routed else 0,
-            "num_active": sizes.num_active if routed else 0,
-            "shared_size": sizes.shared if routed else sizes.active,
-            "expert_size": sizes.expert,
-            "padded_size": -(-sizes.expert // 8) * 8,
-            "dropped": 0 if routed else total - sizes.active,
-        }
         depth = config.get_text_config().num_hidden_layers
+        wrong = [] if moe["num_shared"] == layout.num_shared else ["num_shared"]
+        wrong += _wrong_sizes(moe, layout, routed)
         if "num_outer" in moe:
-            wrong_outer = _wrong_outer(moe, depth)
-        else:
-            expected["layers"], wrong_outer = list(range(depth)), []
-        wrong = wrong_outer + [key for key, value in expected.items() if moe[key] != value]
+            wrong += _wrong_outer(moe, depth)
+            if "beside" in moe:
+                moe["beside"]["path"].format(0)
+                wrong += [f"beside {key}" for key in _wrong_sizes(moe["beside"], layout, routed)]
+        elif moe["layers"] != list(range(depth)):
+            wrong.append("layers")
         ffn = moe["ffn"]
         ffn["path"].format(0), [path.format(0) for path in ffn["identities"]]
         wrong += [key for key in ("gated", "bias") if type(ffn[key]) is not bool]
@@ -135,6 +128,21 @@ def check_converted(config: Any, model: str) -> None:
             f"the config.json of {model} contradicts itself: {wrong[0]} does not fit the layout "
             f"{layout}"
         )
+
+
+def _wrong_sizes(moe: dict[str, Any], layout: Layout, routed: bool) -> list[str]:
+    """Keys of one FFN's sizes that the layout does not give."""
+    total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
+    sizes = layout.sizes(total)
+    expected = {
+        "num_routed": sizes.num_routed if routed else 0,
+        "num_active": sizes.num_active if routed else 0,
+        "shared_size": sizes.shared if routed else sizes.active,
+        "expert_size": sizes.expert,
+        "padded_size": -(-sizes.expert // 8) * 8,
+        "dropped": 0 if routed else total - sizes.active,
+    }
+    return [key for key, value in expected.items() if moe[key] != value]
 
 
 def _wrong_outer(moe: dict[str, Any], depth: int) -> list[str]:

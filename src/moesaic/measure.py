@@ -79,14 +79,14 @@ def measure_layer(
     sizes: Sizes,
     seed: int,
     seconds: float | None = None,
-    most: int = MOST_TOKENS,
+    most: int | None = None,
 ) -> LayerReport:
-    """Measures a converted layer and its references on at most `most` tokens of the last eighth.
+    """Measures a converted layer and its references on at most `most` (MOST_TOKENS) of the last eighth.
 
     Costs about eight passes of those tokens through the FFN.
     """
     x_TD = torch.cat(list(inputs.held()))
-    x_TD = x_TD[:: -(-len(x_TD) // most)]
+    x_TD = x_TD[:: -(-len(x_TD) // (most or MOST_TOKENS))]
     h_TF = ffn.hidden(x_TD).float()
     down_FD = ffn.down_DF.float().T
     energy = max((h_TF @ down_FD).square().sum(dtype=torch.float64).item(), 1e-30)

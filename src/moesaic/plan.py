@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.adapters import FFNs, Mixtures, find_ffns
 from moesaic.errors import MoesaicError
-from moesaic.flops import Macs, count_macs, meta_model
+from moesaic.flops import Macs, count_macs, meta_model, routed_macs
 from moesaic.layout import Layout, Sizes, layouts_for
 from moesaic.load import window_length
 from moesaic.modeling import config_class_for
@@ -65,7 +65,8 @@ def make_plans(
     One plan for a layout; for a sparsity (0.25 where neither is given) one per layout that could
     serve, the usual one first. In a model that is a mixture already, a layout is of each expert,
     `experts` names those to convert and `min_tokens` what they must have seen (as many tokens as
-    an expert has neurons, unless said); a sparsity takes the usual layout there. Raises
+    an expert has neurons, unless said); a sparsity takes the usual layout there. A shared expert
+    is converted as one more FFN, unless `experts` are named. Raises
     MoesaicError for a model that is converted already, an unsupported family, an unknown recipe,
     an impossible layout, sparsity, sequence length or choice of experts.
     """
@@ -110,9 +111,10 @@ def make_plans(
     for one in layouts:
         sizes = _sizes(one.sizes(ffns.read(ffns.converted[0]).intermediate_size), recipe)
         ours = _our_config(config, model, ffns, recipe, one, sizes)
-        ours.moesaic |= asked
+        ours.moesaic |= asked | (_beside(ffns, recipe, one) if experts is None else {})
         if recipe.router == "oracle":  # as if to know were free: no model can hold it
-            macs = replace(dense_macs, ffn=dense_macs.ffn * sizes.active / sizes.total)
+            saved = (1 - sizes.active / sizes.total) * routed_macs(ffns, "beside" in ours.moesaic)
+            macs = replace(dense_macs, ffn=dense_macs.ffn - saved)
         else:
             macs = count_macs(meta_model(ours), 1)
         plans.append(Plan(model, recipe, one, sizes, length, ours, dense_macs, macs))
@@ -158,24 +160,40 @@ def _asked(ffns: FFNs, experts: Sequence[int] | None, min_tokens: int | None) ->
     }
 
 
-def _our_config(
-    config: Any, model: str, ffns: FFNs, recipe: Recipe, layout: Layout, sizes: Sizes
-) -> Any:
-    """The configuration of the result; `MoesaicConfig` says what its keys mean."""
-    ffn = ffns.read(ffns.converted[0])
+def _beside(ffns: FFNs, recipe: Recipe, layout: Layout) -> dict[str, Any]:
+    """Path and sizes of a mixture's shared expert, which is converted as one more FFN."""
+    if not isinstance(ffns, Mixtures) or (ffn := ffns.read_beside(ffns.converted[0])) is None:
+        return {}
+    sizes = _sizes(layout.sizes(ffn.intermediate_size), recipe)
+    path = f"{ffns.layers_path}.{{}}.{ffns.beside_path}"
+    return {"beside": {"path": path} | _stored(sizes, recipe)}
+
+
+def _stored(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
+    """An FFN's sizes as the configuration keeps them; `MoesaicConfig` says what they mean."""
     shared = sizes.shared if recipe.routed else sizes.active
-    derived = {"model_type", "transformers_version", "architectures", "_name_or_path"}
-    values = {k: v for k, v in config.to_dict().items() if k not in derived}
-    ours: Any = config_class_for(config.model_type)(**values)
-    ours.moesaic = {
-        "layout": str(layout),
-        "num_shared": layout.num_shared,
+    return {
         "num_routed": sizes.num_routed if recipe.routed else 0,
         "num_active": sizes.num_active if recipe.routed else 0,
         "shared_size": shared,
         "expert_size": sizes.expert,
         "padded_size": -(-sizes.expert // 8) * 8,
         "dropped": 0 if recipe.routed else sizes.total - shared,
+    }
+
+
+def _our_config(
+    config: Any, model: str, ffns: FFNs, recipe: Recipe, layout: Layout, sizes: Sizes
+) -> Any:
+    """The configuration of the result; `MoesaicConfig` says what its keys mean."""
+    ffn = ffns.read(ffns.converted[0])
+    derived = {"model_type", "transformers_version", "architectures", "_name_or_path"}
+    values = {k: v for k, v in config.to_dict().items() if k not in derived}
+    ours: Any = config_class_for(config.model_type)(**values)
+    ours.moesaic = {
+        "layout": str(layout),
+        "num_shared": layout.num_shared,
+        **_stored(sizes, recipe),
         "layers": list(ffns.converted),
         "ffn": {
             "path": f"{ffns.layers_path}.{{}}.{ffns.ffn_path}",

@@ -116,7 +116,8 @@ class Stream:
         kind = type(self.ffns.layers[layer])
         if kind not in self._additive:
             self._additive[kind] = False
-            if not self.ffns.identities:  # else the FFN is no module by itself before conversion
+            # Else the FFN is no module by itself before conversion, or not the only one.
+            if self.ffns.replaced_paths() == (self.ffns.ffn_path,):
                 _, hidden = next(self._blocks())
                 call, before = self._without_ffn(layer, hidden)
                 sum_BLD = before + self.ffns.replaced(layer)(*call).view_as(before)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moesaic.adapters.ffn import DenseFFN
-from moesaic.adapters.structure import FFNs, Pattern, activation_of
+from moesaic.adapters.structure import PATTERNS, FFNs, Pattern, activation_of, matches
 from moesaic.errors import MoesaicError
 
 SUPPORTED_MIXTURES = (
@@ -33,6 +33,7 @@ class Mixtures(FFNs):
     mixed: tuple[int, ...] = ()  # layers that have experts; the others stay as they are
     num_outer: int = 0  # experts of a layer
     outer_active: int = 0  # of them run for a token
+    beside_path: str | None = None  # within a layer: an FFN that every token runs, "shared expert"
 
     @property
     def converted(self) -> tuple[int, ...]:
@@ -43,6 +44,26 @@ class Mixtures(FFNs):
         module: Any = self.replaced(layer)
         gate_MD, up_MD = module.gate_up_proj.detach()[expert].chunk(2)
         return DenseFFN(up_MD, module.down_proj.detach()[expert], self.activation, gate_MD)
+
+    def read_beside(self, layer: int) -> DenseFFN | None:
+        """The shared expert that stands beside the routed ones, where the family has one."""
+        if self.beside_path is None:
+            return None
+        module: Any = self.layers[layer].get_submodule(self.beside_path)
+        gate, up, down = (getattr(module, f"{name}_proj") for name in ("gate", "up", "down"))
+        return DenseFFN(
+            up.weight.detach(), down.weight.detach(), self.activation, gate.weight.detach()
+        )
+
+    def prefixes(self, layer: int) -> list[str]:
+        """Where the state dict keeps what replaces the experts, and the shared one."""
+        experts = self.state_prefix(layer)
+        if self.beside_path is None:
+            return [experts]
+        return [experts, experts.removesuffix(self.ffn_path) + self.beside_path]
+
+    def replaced_paths(self) -> tuple[str, ...]:
+        return (self.ffn_path, *([self.beside_path] if self.beside_path else []))
 
 
 def experts_of(layer: nn.Module) -> str | None:
@@ -88,6 +109,7 @@ def find_mixtures(
         mixed=tuple(sorted(paths)),
         num_outer=len(experts.gate_up_proj),
         outer_active=int(active or 0),
+        beside_path=_beside(layers[first], paths[first]),
     )
     shape = experts.gate_up_proj.shape
     for layer, path in paths.items():
@@ -107,12 +129,24 @@ def find_mixtures(
             )
         if not weight.is_meta:
             _check_experts(found, layer)
+            _check_beside(found, layer)
     return found
+
+
+def _beside(layer: nn.Module, experts_path: str) -> str | None:
+    """Path of a plain gate/up/down FFN without biases beside the experts, named as shared."""
+    parent = experts_path.rpartition(".")[0]
+    for name, module in layer.get_submodule(parent).named_children():
+        if name in ("shared_expert", "shared_experts") and matches(module, PATTERNS[0]):
+            biases = [b for b, _ in module.named_parameters() if b.endswith("bias")]
+            return None if biases else f"{parent}.{name}"
+    return None
 
 
 def _unlike(experts: Any) -> str | None:
     """Why a module is not one of fused gate/up/down experts; None where it is."""
-    gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    gate_up: Any = getattr(experts, "gate_up_proj", None)
+    down: Any = getattr(experts, "down_proj", None)
     if isinstance(experts, nn.ModuleList):
         return "they are separate modules"
     if not all(isinstance(w, torch.Tensor) and w.ndim == 3 for w in (gate_up, down)):
@@ -151,4 +185,35 @@ def _check_experts(found: Mixtures, layer: int) -> None:
             f"{found.name}: the experts of layer {layer} have the usual weights but compute "
             f"something else (relative difference {relative:.2g}); supported mixtures are "
             f"{SUPPORTED_MIXTURES}"
+        )
+
+
+@torch.no_grad()
+def _check_beside(found: Mixtures, layer: int) -> None:
+    """The shared expert computes what we believe, on the same inputs as the routed ones."""
+    ffn = found.read_beside(layer)
+    if ffn is None:
+        return
+    assert found.beside_path is not None
+    owner = found.layers[layer].get_submodule(found.ffn_path.rpartition(".")[0])
+    beside = found.layers[layer].get_submodule(found.beside_path)
+    generator = torch.Generator().manual_seed(0)
+    x_BLD = torch.randn(1, 4, ffn.up_FD.shape[1], generator=generator).to(ffn.up_FD)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    handle = beside.register_forward_hook(lambda _, args, output: seen.append((args[0], output)))
+    training = owner.training
+    try:
+        owner.eval()(x_BLD)
+    finally:
+        handle.remove()
+        owner.train(training)
+    ((x, y),) = seen
+    ours = ffn.output(ffn.hidden(x))
+    relative = float((ours - y).float().norm() / y.float().norm().clamp(min=1e-20))
+    same = torch.equal(x.reshape(-1), x_BLD.reshape(-1))
+    close = relative <= (1e-4 if y.dtype == torch.float32 else 1e-2)
+    if torch.isfinite(y).all() and not (same and close):
+        raise MoesaicError(
+            f"{found.name}: the shared expert {found.beside_path!r} of layer {layer} computes "
+            f"something else; supported mixtures are {SUPPORTED_MIXTURES}"
         )

@@ -73,13 +73,17 @@ class FFNs:
         """The module that receives the FFN's input."""
         return self.layers[layer].get_submodule(self.ffn_path)
 
+    def replaced_paths(self) -> tuple[str, ...]:
+        """Within a layer, every module that a conversion replaces."""
+        return (self.ffn_path, *self.identities)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Puts every module that a conversion replaces back where it was."""
         kept = [
             (layer.get_submodule(parent) if parent else layer, name, layer.get_submodule(path))
             for layer in (self.layers[i] for i in self.converted)
-            for path in (self.ffn_path, *self.identities)
+            for path in self.replaced_paths()
             for parent, _, name in [path.rpartition(".")]
         ]
         try:
@@ -129,19 +133,19 @@ def find_ffns(model: Any) -> FFNs:
 
     if (mixtures := find_mixtures(model, base, layers_path, layers)) is not None:
         return mixtures
-    matches = [
+    candidates = [
         (path, pattern)
         for pattern in PATTERNS
         for path, module in first.named_modules()
-        if _matches(module, pattern) and pattern.inline == (path == "")
+        if matches(module, pattern) and pattern.inline == (path == "")
     ]
-    if not matches:
+    if not candidates:
         seen = [path for path, module in first.named_modules() if isinstance(module, _PROJECTIONS)]
         raise MoesaicError(
             f"{name}: no FFN recognised in its layers; supported are {SUPPORTED}; "
             f"found the projections {', '.join(seen) or 'none'}"
         )
-    path, pattern = matches[0]
+    path, pattern = candidates[0]
     found = FFNs(
         name=name,
         base=base,
@@ -157,7 +161,7 @@ def find_ffns(model: Any) -> FFNs:
     return found
 
 
-def _matches(module: nn.Module, pattern: Pattern) -> bool:
+def matches(module: nn.Module, pattern: Pattern) -> bool:
     names = [name for name in (pattern.up, pattern.down, pattern.gate) if name]
     projections = {
         name for name, child in module.named_children() if isinstance(child, _PROJECTIONS)
@@ -192,7 +196,7 @@ def _check_all(found: FFNs) -> None:
     for layer, module in enumerate(found.layers):
         try:
             owner = module if found.pattern.inline else module.get_submodule(found.ffn_path)
-            ok = _matches(owner, found.pattern)
+            ok = matches(owner, found.pattern)
         except AttributeError:
             ok = False
         if not ok:

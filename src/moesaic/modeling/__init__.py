@@ -4,7 +4,14 @@ from transformers import AutoConfig
 
 from .configuration_moesaic import MoesaicConfig, config_class_for
 from .hierarchy_moesaic import MoesaicHierarchy, MoesaicPairProjection
-from .modeling_moesaic import MoesaicBlock, install_block, new_block
+from .modeling_moesaic import (
+    MoesaicBlock,
+    beside_config,
+    install_beside,
+    install_block,
+    new_beside,
+    new_block,
+)
 from .routing_moesaic import MoesaicProjection, MoesaicRouter
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
@@ -16,7 +23,10 @@ __all__ = [
     "MoesaicPairProjection",
     "MoesaicProjection",
     "MoesaicRouter",
+    "beside_config",
     "config_class_for",
+    "install_beside",
     "install_block",
+    "new_beside",
     "new_block",
 ]

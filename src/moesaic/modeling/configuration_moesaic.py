@@ -29,7 +29,8 @@ class MoesaicConfig(PreTrainedConfig):
     - `layers`: the converted layers
     - only in a model that was a mixture before: `num_outer` (its experts of a layer, each of which
       has the sizes above), `outer_active` (of them run for a token), `whole` (by layer, those that
-      run all their sub-experts: the expert as it was), `asked` (what `whole` follows from)
+      run all their sub-experts: the expert as it was), `asked` (what `whole` follows from),
+      `beside` (path and sizes of its shared expert, converted as one more FFN)
     - `recipe`, `calibration`, `base_model`, `versions`: how the model was made
     """
 

@@ -70,6 +70,8 @@ class MoesaicSubRouter(nn.Module):
     Kinds, gatings, expert_scale and selection_bias as in `MoesaicRouter`, with a leading E.
     """
 
+    selection_bias: torch.Tensor
+
     def __init__(self, config: MoesaicConfig):
         super().__init__()
         moe = config.moesaic

@@ -8,6 +8,7 @@ S neurons of the shared expert.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -91,6 +92,21 @@ def new_block(config: MoesaicConfig, layer: int) -> nn.Module:
     )
 
 
+def beside_config(config: MoesaicConfig) -> MoesaicConfig:
+    """The configuration of what stands in for a shared expert: other sizes, and no mixture."""
+    own, moe = copy.copy(config), config.moesaic
+    own.moesaic = {k: v for k, v in moe.items() if k != "num_outer"} | moe["beside"]
+    return own
+
+
+def new_beside(config: MoesaicConfig) -> MoesaicBlock:
+    """What stands in for a mixture's shared expert."""
+    block = MoesaicBlock(beside_config(config))
+    if block.experts is not None:
+        block.experts.config = config  # whose experts implementation may be set later
+    return block
+
+
 def install_block(
     base_model: nn.Module, config: MoesaicConfig, layer: int, block: nn.Module
 ) -> None:
@@ -99,6 +115,13 @@ def install_block(
     _set(base_model, ffn["path"].format(layer), block)
     for path in ffn["identities"]:
         _set(base_model, path.format(layer), nn.Identity())
+
+
+def install_beside(
+    base_model: nn.Module, config: MoesaicConfig, layer: int, block: nn.Module
+) -> None:
+    """Puts a block in place of one layer's shared expert."""
+    _set(base_model, config.moesaic["beside"]["path"].format(layer), block)
 
 
 def _set(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -122,6 +145,8 @@ class _FamilyModel:
         for layer in config.moesaic["layers"]:
             base_model = getattr(self, self.base_model_prefix, self)
             install_block(base_model, config, layer, new_block(config, layer))
+            if "beside" in config.moesaic:
+                install_beside(base_model, config, layer, new_beside(config))
         config._experts_implementation_internal = self.get_correct_experts_implementation(wanted)
 
     def _check_and_adjust_experts_implementation(self, wanted: str | None) -> str | None:
