@@ -23,11 +23,11 @@ from typer.exceptions import TyperException
 from moesaic import _version, demo_run
 from moesaic.cli_compare import compare_command
 from moesaic.cli_export import export_command
+from moesaic.cli_flops import flops_command
 from moesaic.convert import convert as convert_model
 from moesaic.errors import MoesaicError
 from moesaic.evaluate import evaluate
-from moesaic.flops import count_macs, meta_model
-from moesaic.load import choose_device, choose_dtype, load_config
+from moesaic.load import choose_device, choose_dtype
 from moesaic.options import (
     Device,
     Dtype,
@@ -38,7 +38,6 @@ from moesaic.options import (
     numbers,
     write_json,
 )
-from moesaic.plan import make_plan
 from moesaic.prepare import prepare
 from moesaic.recipe import RECIPES
 from moesaic.search import check_target
@@ -52,6 +51,7 @@ app = typer.Typer(
 )
 app.command("compare")(compare_command)
 app.command("export")(export_command)
+app.command("flops")(flops_command)
 
 
 @app.command()
@@ -208,28 +208,6 @@ def recipes() -> None:
     out.print(table)
     for recipe in RECIPES.values():
         out.print(f"{recipe.name}: {recipe.about}")
-
-
-@app.command()
-def flops(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, config.json, or demo.")],
-    layout: Annotated[str, typer.Option(help="SxAyEz.")] = "S3A3E8",
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the context.")] = 128,
-    recipe: Annotated[str, typer.Option()] = "cmoe",
-    trust_remote_code: Trust = False,
-) -> None:
-    """Count multiply-accumulates before and after, from the configuration alone."""
-    config = load_config(model, trust_remote_code)
-    if config.model_type == "moesaic":
-        ours = count_macs(meta_model(config, trust_remote_code), tokens)
-        macs_table(f"{model}, {config.moesaic['layout']}", None, ours, tokens)
-        return
-    todo = make_plan(config, model, recipe, layout, trust_remote_code=trust_remote_code)
-    if todo.recipe.router == "oracle":
-        raise MoesaicError(f"recipe {recipe!r} is a reference that computes every neuron")
-    dense = count_macs(meta_model(config, trust_remote_code), tokens)
-    ours = count_macs(meta_model(todo.config), tokens)
-    macs_table(f"{model}, {layout}: {todo.shape}", dense, ours, tokens)
 
 
 @app.command()

@@ -81,9 +81,9 @@ def measure_layer(
     seconds: float | None = None,
     most: int | None = None,
 ) -> LayerReport:
-    """Measures a converted layer and its references on at most `most` (MOST_TOKENS) of the last eighth.
+    """Measures a converted layer and its references on at most `most` tokens of the last eighth.
 
-    Costs about eight passes of those tokens through the FFN.
+    MOST_TOKENS unless said. Costs about eight passes of those tokens through the FFN.
     """
     x_TD = torch.cat(list(inputs.held()))
     x_TD = x_TD[:: -(-len(x_TD) // (most or MOST_TOKENS))]
