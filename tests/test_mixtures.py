@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
 from moesaic.adapters import find_ffns
@@ -126,7 +126,7 @@ def test_models_load_where_moesaic_is_not_installed(tmp_path: Path) -> None:
     script = """
 import sys, pathlib, torch
 sys.modules["moesaic"] = None  # any import of it fails
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 folder, ids = pathlib.Path(sys.argv[1]), torch.load(sys.argv[1] + "/ids.pt")
 found = {}
 for path in sorted(p for p in folder.iterdir() if p.is_dir()):
@@ -398,3 +398,47 @@ def test_a_damaged_configuration_is_refused(key: str, value: Any, tmp_path: Path
     model.config.moesaic[key] = value
     with pytest.raises(moesaic.MoesaicError, match=f"contradicts itself: {key}"):
         check_converted(model.config, "it")
+
+
+# --- the command line --------------------------------------------------------------------------
+
+
+def test_the_command_line_converts_and_compares_a_mixture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moesaic.cli import main
+    from moesaic.demo import demo_path
+
+    folder = tmp_path / "mixture"
+    tiny_mixture("mixtral", vocab_size=4096).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(demo_path()).save_pretrained(folder)
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moesaic", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
+
+    short = ["--calibration", "demo", "--samples", 8, "--sequence-length", 64]
+    ask = ["convert", folder, "--output", tmp_path / "out", "--layout", "S3A3E8", *short]
+    code, out, _ = run(*ask, "--experts", "0,2", "--dry-run")
+    assert code == 0
+    assert "in each of 4 experts" in out
+    assert not (tmp_path / "out").exists()
+    code, out, _ = run(*ask, "--experts", "0,2", "--recipe", "cmoe")
+    assert code == 0
+    assert "experts 1, 3: stay whole (not asked for)" in out
+    assert "active FFN neurons 90.0%" in out
+    code, _, error = run(*ask, "--overwrite", "--experts", "0,x")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "--experts '0,x': give whole numbers such as 0,3,7" in error
+    code, out, _ = run("flops", tmp_path / "out")
+    assert code == 0
+    assert "routers of experts" in out
+    result = moesaic.compare(
+        str(folder), ["cmoe", "moesaic"], layout="S3A3E8", calibration="demo", text=["demo"],
+        seeds=1, samples=8, sequence_length=64, max_tokens=512,
+    )  # fmt: skip
+    names = {row["recipe"] for row in result["rows"]}
+    assert {"cmoe", "moesaic", "static", "oracle", "neuron-oracle", "random"} <= names
