@@ -74,7 +74,7 @@ def make_plans(
         raise MoesaicError(
             f"{model} is converted already ({config.moesaic['layout']}, recipe "
             f"{config.moesaic['recipe']['name']}) and its experts are not split again: a finer "
-            "layout of the model it came from keeps more; convert that one"
+            "layout of the model it came from does that at once; convert that one"
         )
     if getattr(config, "quantization_config", None):
         raise MoesaicError(f"{model} is quantised; convert the full-precision model, then quantise")
