@@ -152,6 +152,7 @@ def fit_mixture(
     moe["whole"] = {key: kept for key, kept in moe["whole"].items() if key != str(layer)}
     if whole:
         moe["whole"][str(layer)] = sorted(whole)
+    only_masked = todo.recipe.router == "oracle"
     most = max(128, 4 * MOST_TOKENS // ffns.num_outer)
     parts: list[MaskedBlock] = []
     states: list[State | None] = []
@@ -160,7 +161,7 @@ def fit_mixture(
         ffn = ffns.read(layer, expert)
         if expert in whole:
             parts.append(MaskedBlock(ffn, 0, 1, None))
-            states.append(whole_state(ffn, todo.config))
+            states.append(None if only_masked else whole_state(ffn, todo.config))
             continue
         inputs = routed.inputs(expert)
         generator = np.random.default_rng([seed, layer, expert])
@@ -173,7 +174,7 @@ def fit_mixture(
         parts.append(fitted.masked)
         states.append(None if fitted.block is None else fitted.block.state_dict())
     block = None
-    if todo.recipe.router != "oracle":
+    if not only_masked:
         block = stack_experts([s for s in states if s is not None], todo.config, layer)
     tick("stack")
     counts = [len(token_P) for token_P in routed.tokens_of]

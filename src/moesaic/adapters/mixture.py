@@ -172,7 +172,14 @@ def _check_experts(found: Mixtures, layer: int) -> None:
     x_TD = torch.randn(found.num_outer, weight.shape[1], generator=generator).to(weight)
     index_TO = torch.arange(found.num_outer, device=weight.device)[:, None]
     gate_TO = torch.full_like(x_TD[:, :1], 0.5)
-    expected_TD = module(x_TD, index_TO, gate_TO)
+    try:
+        expected_TD = module(x_TD, index_TO, gate_TO)
+    except Exception as error:  # whatever a module of another kind makes of these inputs
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MoesaicError(
+            f"{found.name}: the experts of layer {layer} cannot be run ({reason}); supported "
+            f"mixtures are {SUPPORTED_MIXTURES}"
+        ) from error
     ffns = [found.read(layer, expert) for expert in range(found.num_outer)]
     rows = zip(ffns, x_TD.split(1), strict=True)
     ours_TD = 0.5 * torch.cat([ffn.output(ffn.hidden(x_1D)) for ffn, x_1D in rows])
