@@ -168,6 +168,34 @@ def threshold_choice(biased_TR: NDArray[np.float64], cap: int) -> list[list[int]
     return chosen
 
 
+def hierarchy_forward(
+    x_TD: torch.Tensor,
+    index_TO: torch.Tensor,
+    weight_TO: torch.Tensor,
+    shared: Sequence[Matrices],
+    subs: Sequence[Sequence[Matrices]],
+    choose: Callable[[torch.Tensor, int], tuple[list[int], list[torch.Tensor]]],
+    act: Activation = silu,
+) -> torch.Tensor:
+    """Sum over a token's outer experts of weight * (shared(x) + sum of gate * sub-expert(x)).
+
+    One pair of a token and an outer expert at a time; `choose(x, expert)` says which sub-experts
+    of that expert run for it, and their gates.
+    """
+    rows = []
+    for t in range(len(x_TD)):
+        y_1D = torch.zeros_like(x_TD[t : t + 1])
+        for slot, expert in enumerate(index_TO[t].tolist()):
+            sub_K, gate_K = choose(x_TD[t], expert)
+            mixture_1D = moe_forward(
+                x_TD[t : t + 1], shared[expert], subs[expert],
+                [torch.tensor(sub_K, dtype=torch.long)], [gate_K], act,
+            )  # fmt: skip
+            y_1D = y_1D + weight_TO[t, slot] * mixture_1D
+        rows.append(y_1D)
+    return torch.cat(rows)
+
+
 # --- fitted routers ----------------------------------------------------------------------------
 
 

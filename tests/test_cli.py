@@ -465,7 +465,7 @@ def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatc
     def interrupted(*unused: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moesaic.cli.load_config", interrupted)
+    monkeypatch.setattr("moesaic.cli_flops.load_config", interrupted)
     code, _, error = run("flops", "demo")
     assert code == 130
     assert "--resume" in error

@@ -301,17 +301,6 @@ def test_a_family_with_other_ffns_is_refused_with_what_is_supported() -> None:
         find_ffns(model)
 
 
-def test_a_mixture_is_refused() -> None:
-    from transformers import MixtralConfig
-
-    config = MixtralConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64,
-    )  # fmt: skip
-    with pytest.raises(moesaic.MoesaicError, match="mixture of experts already"):
-        find_ffns(AutoModelForCausalLM.from_config(config))
-
-
 def test_layers_that_return_tuples_are_refused() -> None:
     from transformers import FalconConfig
 

@@ -13,6 +13,7 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 import moesaic
@@ -20,6 +21,8 @@ from moesaic.errors import MoesaicError
 from moesaic.flops import Macs, count_macs, meta_model
 from moesaic.layout import Layout
 from moesaic.plan import make_plan
+from tests.families import tokens
+from tests.mixtures import tiny_mixture
 
 TINY: dict[str, Any] = {
     "vocab_size": 50,
@@ -225,3 +228,78 @@ def test_static_is_a_smaller_dense_model() -> None:
 def test_what_is_no_language_model_is_refused() -> None:
     with pytest.raises(MoesaicError, match="is no causal language model"):
         meta_model(PreTrainedConfig())
+
+
+# --- mixtures ----------------------------------------------------------------------------------
+
+
+def qwen3_30b_a3b() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, intermediate_size=6144, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def test_qwen3_30b_a3b_at_128_tokens() -> None:
+    """The paper's table: 389.3 before; 331.3 after, which leaves the routers of experts out."""
+    before = dense(qwen3_30b_a3b(), 128)
+    assert round(before.total / 1e9, 1) == 389.3
+    assert before.ffn == 128 * 48 * 8 * 3 * 2048 * 768
+    assert before.router == 128 * 48 * 128 * 2048
+    assert before.attention == 128 * 48 * 2048 * (2 * 4096 + 2 * 512)
+    assert before.active_ffn_fraction == 1
+    after = converted(qwen3_30b_a3b(), "cmoe", "S3A3E8", 128)
+    assert after.ffn == before.ffn * 3 / 4
+    assert after.sub_router == 128 * 48 * 8 * 2 * 5 * 2048
+    assert (after.attention, after.router, after.head) == (
+        before.attention, before.router, before.head,
+    )  # fmt: skip
+    assert after.total - after.sub_router == pytest.approx(331.3e9, abs=0.06e9)
+    assert after.active_ffn_fraction == 0.75
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen2_moe", "granitemoe"])
+def test_a_tiny_mixture_counts_what_a_token_multiplies(family: str) -> None:
+    """Every matrix outside the experts once, the experts that run, and the head."""
+    model = tiny_mixture(family)
+    macs = count_macs(model, 1)
+    config = model.config
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters()
+        if p.ndim == 2 and "embed_tokens" not in n and "lm_head" not in n
+    )  # fmt: skip
+    mixed = len(converted_layers(model))
+    experts = mixed * config.num_experts_per_tok * 3 * 32 * 20
+    assert macs.total == matrices + experts + 96 * 32
+    assert macs.router == mixed * 4 * 32
+    layers = model.model.layers
+    mlp = sum(
+        p.numel() for layer in layers
+        for n, p in layer.named_parameters()
+        if p.ndim == 2 and "attn" not in n and not n.endswith((".gate.weight", "router.weight"))
+    )  # fmt: skip
+    assert macs.ffn == experts + mlp
+
+
+def converted_layers(model: Any) -> list[int]:
+    names = ("mlp", "block_sparse_moe")
+    inside = [
+        next(getattr(layer, n) for n in names if hasattr(layer, n)) for layer in model.model.layers
+    ]
+    return [i for i, module in enumerate(inside) if hasattr(module, "experts")]
+
+
+def test_a_shared_expert_and_whole_experts_are_counted() -> None:
+    windows = tokens(8, 64, seed=1)
+    model, report = moesaic.convert(tiny_mixture("deepseek_v3"), "cmoe", "S3A3E8", windows)
+    before = count_macs(tiny_mixture("deepseek_v3"), 1)
+    assert before.ffn - count_macs(model, 1).ffn == 2 * (2 + 1) * 3 * 32 * 4  # 4 of 20 skipped
+    assert count_macs(model, 1).sub_router == 2 * (2 + 1) * 2 * 5 * 32
+    assert report.macs == count_macs(model, 1).total
+    model, report = moesaic.convert(
+        tiny_mixture("deepseek_v3"), "cmoe", "S3A3E8", windows, experts=[0]
+    )
+    assert before.ffn - count_macs(model, 1).ffn == 2 * 2 * 3 * 32 * 4 / 4  # one expert of 4
+    assert report.macs == count_macs(model, 1).total
+    assert report.active_ffn_fraction == pytest.approx(0.95)

@@ -59,6 +59,12 @@ def model_card(report: ConversionReport, config: Any, licence: str | None, comma
         ("Made with", versions),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    outer = config.moesaic.get("num_outer")
+    what = (
+        f"one of its {outer} experts a layer cut into shared and routed sub-experts"
+        if outer
+        else "dense feed-forward network cut into shared and routed experts"
+    )
     source = _LINKS.get(report.recipe["name"])
     method = f" Method: {source}." if source else ""
     return f"""---
@@ -67,7 +73,7 @@ def model_card(report: ConversionReport, config: Any, licence: str | None, comma
 
 # {Path(base).name}, {report.layout}
 
-{base} with every dense feed-forward network cut into shared and routed experts by moesaic, without
+{base} with every {what} by moesaic, without
 training.{method}
 
 | | |

@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from moesaic.errors import MoesaicError
 from moesaic.measure import LayerReport
-from moesaic.modeling import MoesaicBlock
+from moesaic.modeling import new_beside, new_block
 
 _DRAFT, _MODEL, _OLD = "draft.json", "model", "old"
 SHARD_SIZE = "5GB"
@@ -169,30 +170,51 @@ def _report_file(draft: Path, layer: int) -> Path:
 
 
 def save_layer(
-    draft: Path, layer: int, prefix: str, block: MoesaicBlock, report: LayerReport
+    draft: Path,
+    layer: int,
+    prefixes: Sequence[str],
+    blocks: Sequence[nn.Module],
+    report: LayerReport,
 ) -> None:
-    """Writes one converted FFN as a shard, complete or not at all, and its report before it."""
-    tensors = {f"{prefix}.{k}": v.cpu().contiguous() for k, v in block.state_dict().items()}
+    """Writes what replaces a layer's FFN, or its experts and the shared one, as a shard.
+
+    Complete or not at all, and its report before it.
+    """
+    tensors = {
+        f"{prefix}.{k}": v.cpu().contiguous()
+        for prefix, block in zip(prefixes, blocks, strict=False)
+        for k, v in block.state_dict().items()
+    }
     _report_file(draft, layer).write_text(json.dumps(report.to_dict(timing=False)))
     _save(tensors, _layer_file(draft, layer))
 
 
 def load_layer(
-    draft: Path, layer: int, prefix: str, config: Any
-) -> tuple[MoesaicBlock, LayerReport] | None:
-    """A layer that an earlier run finished, or None where it is absent or damaged."""
+    draft: Path, layer: int, prefixes: Sequence[str], config: Any
+) -> tuple[list[nn.Module], LayerReport] | None:
+    """A layer that an earlier run finished, or None where it is absent or damaged.
+
+    Which experts of a mixture it left whole goes into the configuration.
+    """
     path = _layer_file(draft, layer)
     if not path.is_file():
         return None
-    with torch.device("meta"):
-        block = MoesaicBlock(config)
     try:
         report = LayerReport(seconds=None, **json.loads(_report_file(draft, layer).read_text()))
-        state = {k.removeprefix(f"{prefix}."): v for k, v in load_file(path).items()}
-        block.load_state_dict(state, assign=True)
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError):
+        if whole := [row["expert"] for row in report.experts if "whole" in row]:
+            config.moesaic["whole"][str(layer)] = whole
+        with torch.device("meta"):
+            blocks = [new_block(config, layer)]
+            if "beside" in config.moesaic:
+                blocks.append(new_beside(config))
+        state = load_file(path)
+        for prefix, block in zip(prefixes, blocks, strict=False):
+            start = f"{prefix}."
+            own = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+            block.load_state_dict(own, assign=True)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError):
         return None
-    return block.eval(), report
+    return [block.eval() for block in blocks], report
 
 
 def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[str, str]) -> None:

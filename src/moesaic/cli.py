@@ -23,13 +23,21 @@ from typer.exceptions import TyperException
 from moesaic import _version, demo_run
 from moesaic.cli_compare import compare_command
 from moesaic.cli_export import export_command
+from moesaic.cli_flops import flops_command
 from moesaic.convert import convert as convert_model
 from moesaic.errors import MoesaicError
 from moesaic.evaluate import evaluate
-from moesaic.flops import count_macs, meta_model
-from moesaic.load import choose_device, choose_dtype, load_config
-from moesaic.options import Device, Dtype, Grain, Trust, check_json_file, err, write_json
-from moesaic.plan import make_plan
+from moesaic.load import choose_device, choose_dtype
+from moesaic.options import (
+    Device,
+    Dtype,
+    Grain,
+    Trust,
+    check_json_file,
+    err,
+    numbers,
+    write_json,
+)
 from moesaic.prepare import prepare
 from moesaic.recipe import RECIPES
 from moesaic.search import check_target
@@ -43,6 +51,7 @@ app = typer.Typer(
 )
 app.command("compare")(compare_command)
 app.command("export")(export_command)
+app.command("flops")(flops_command)
 
 
 @app.command()
@@ -89,6 +98,17 @@ def convert(
     dtype: Dtype = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a killed run.")] = False,
+    experts: Annotated[
+        str | None,
+        typer.Option(help="In a model that has experts: convert these only, such as 0,3,7."),
+    ] = None,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Experts that see fewer calibration tokens stay whole [default: as many as an "
+            "expert has neurons]."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, write nothing.")
     ] = False,
@@ -98,11 +118,13 @@ def convert(
     source = calibration or ("demo" if model == "demo" else "wikitext2")
     choose_device(device)
     choose_dtype(dtype)
+    chosen = numbers("--experts", experts)
     if dry_run:
         ready = prepare(
             model, recipe, layout, source, sparsity=sparsity, grain=grain, output=output,
             samples=samples, sequence_length=sequence_length, seed=seed, overwrite=overwrite,
-            resume=resume, trust_remote_code=trust_remote_code,
+            resume=resume, trust_remote_code=trust_remote_code, experts=chosen,
+            min_tokens=min_tokens,
         )  # fmt: skip
         if target_ratio is not None:
             check_target(target_ratio, layout, sparsity, ready.heldout_ids)
@@ -123,7 +145,7 @@ def convert(
         model, recipe, layout, source, sparsity=sparsity, target_ratio=target_ratio, grain=grain,
         output=output, samples=samples, sequence_length=sequence_length, seed=seed, device=device,
         dtype=dtype, overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
-        command=_command(), progress=True,
+        experts=chosen, min_tokens=min_tokens, command=_command(), progress=True,
     )  # fmt: skip
     report_tables(report)
     next_command = [_program(), "eval", str(output), "--text", source, "--against", model]
@@ -186,28 +208,6 @@ def recipes() -> None:
     out.print(table)
     for recipe in RECIPES.values():
         out.print(f"{recipe.name}: {recipe.about}")
-
-
-@app.command()
-def flops(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, config.json, or demo.")],
-    layout: Annotated[str, typer.Option(help="SxAyEz.")] = "S3A3E8",
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the context.")] = 128,
-    recipe: Annotated[str, typer.Option()] = "cmoe",
-    trust_remote_code: Trust = False,
-) -> None:
-    """Count multiply-accumulates before and after, from the configuration alone."""
-    config = load_config(model, trust_remote_code)
-    if config.model_type == "moesaic":
-        ours = count_macs(meta_model(config, trust_remote_code), tokens)
-        macs_table(f"{model}, {config.moesaic['layout']}", None, ours, tokens)
-        return
-    todo = make_plan(config, model, recipe, layout, trust_remote_code=trust_remote_code)
-    if todo.recipe.router == "oracle":
-        raise MoesaicError(f"recipe {recipe!r} is a reference that computes every neuron")
-    dense = count_macs(meta_model(config, trust_remote_code), tokens)
-    ours = count_macs(meta_model(todo.config), tokens)
-    macs_table(f"{model}, {layout}: {todo.shape}", dense, ours, tokens)
 
 
 @app.command()

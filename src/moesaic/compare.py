@@ -164,7 +164,9 @@ def _static_of_equal_macs(routed: Plan, config: Any, sequence_length: int | None
     recipe = replace(
         load_recipe("static-repaired"), name=f"static-repaired, MACs of {routed.recipe.name}"
     )
-    per_neuron = routed.dense_macs.ffn / total
+    if routed.sizes.active == total:
+        return None
+    per_neuron = (routed.dense_macs.ffn - routed.macs.ffn) / (total - routed.sizes.active)
     neurons = total - int((routed.dense_macs.total - routed.macs.total) / per_neuron)
     if not 2 <= neurons < total:
         return None

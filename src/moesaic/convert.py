@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from moesaic.adapters import find_ffns
 from moesaic.card import licence_of, model_card
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
+from moesaic.flops import active_ffn_fraction, count_macs, meta_model
 from moesaic.layers import convert_layers
 from moesaic.layout import Layout
 from moesaic.load import (
@@ -51,6 +53,8 @@ def convert(
     overwrite: bool = False,
     resume: bool = False,
     trust_remote_code: bool = False,
+    experts: Sequence[int] | None = None,
+    min_tokens: int | None = None,
     command: str | None = None,
     progress: bool = False,
 ) -> tuple[Any, ConversionReport]:
@@ -65,6 +69,10 @@ def convert(
     Without a `layout`, a share `sparsity` of the FFN neurons (0.25 unless given) is skipped, by
     the layout of that `grain` (coarse, medium, fine) with the least held-out error of a few
     layers; `target_ratio` skips as many as keep perplexity within that ratio of dense.
+    In a model that is a mixture already, every expert is converted by itself, on the tokens that
+    its router sends there (Section 4.4); a layout is of each expert. `experts` names those to
+    convert; ones that see fewer than `min_tokens` (unless said, as many as an expert has neurons)
+    stay whole, and the report names them.
     `output` writes the model folder, layer by layer and resumable, and measures perplexity
     before and after on held-out text.
 
@@ -80,6 +88,7 @@ def convert(
         model, recipe, layout, calibration, sparsity=sparsity, grain=grain, tokenizer=tokenizer,
         output=target, samples=samples, sequence_length=sequence_length, seed=seed,
         overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
+        experts=experts, min_tokens=min_tokens,
     )  # fmt: skip
     todo, windows_NL, heldout_ids = ready.plans[0], ready.windows_NL, ready.heldout_ids
     if target_ratio is not None:
@@ -112,7 +121,7 @@ def convert(
         tokens=windows_NL.numel(),
         sequence_length=windows_NL.shape[1],
         seed=seed,
-        active_ffn_fraction=todo.sizes.active / todo.sizes.total,
+        active_ffn_fraction=active_ffn_fraction(todo.config),
         dense_macs=todo.dense_macs.total,
         macs=todo.macs.total,
         search=search,
@@ -127,6 +136,7 @@ def convert(
     if target is None:
         stream = Stream(ffns, windows_NL, compute)
         report.layers = convert_layers(stream, todo, seed, report.step_seconds, None, progress)
+        _count_whole(report, todo)
         _become_ours(dense, todo.config)
     else:
         checkpoint.check_space(target, sum(p.nbytes for p in dense.parameters()))
@@ -144,6 +154,7 @@ def convert(
         with checkpoint.open_draft(target, run, resume) as draft:
             stream = Stream(ffns, windows_NL, compute)
             report.layers = convert_layers(stream, todo, seed, report.step_seconds, draft, progress)
+            _count_whole(report, todo)
             _become_ours(dense, todo.config)
             if heldout_ids is not None:
                 report.perplexity, _ = perplexity(dense, heldout_ids, length, HELDOUT_TOKENS)
@@ -156,6 +167,13 @@ def convert(
             checkpoint.finish(draft, target, dense, ready.tokenizer, files)
     report.seconds = time.perf_counter() - started
     return dense, report
+
+
+def _count_whole(report: ConversionReport, todo: Plan) -> None:
+    """Counts again where experts of a mixture stayed whole, which is known in the end only."""
+    if todo.config.moesaic.get("whole"):
+        report.macs = count_macs(meta_model(todo.config), 1).total
+        report.active_ffn_fraction = active_ffn_fraction(todo.config)
 
 
 def _become_ours(dense: Any, config: Any) -> None:
@@ -183,6 +201,7 @@ def _fingerprint(
         "weights": weights,
         "recipe": report.recipe,
         "layout": report.layout,
+        "experts": todo.config.moesaic.get("asked"),
         "seed": report.seed,
         "dtype": todo.config.dtype,
         "device": device.type,

@@ -15,14 +15,23 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from moesaic.adapters import find_ffns
+from moesaic.adapters import DenseFFN, FFNs, Mixtures, find_ffns
 from moesaic.errors import MoesaicError
-from moesaic.modeling import MoesaicBlock, MoesaicProjection
+from moesaic.modeling import (
+    MoesaicBlock,
+    MoesaicHierarchy,
+    MoesaicPairProjection,
+    MoesaicProjection,
+)
 
 
 @dataclass(frozen=True)
 class Macs:
-    """Multiply-accumulates for a number of tokens; `scores` is outside `total`."""
+    """Multiply-accumulates for a number of tokens; `scores` is outside `total`.
+
+    In a mixture `ffn` holds the experts that run, shared experts and dense layers, `router` the
+    outer router, and `sub_router` the routers inside the experts.
+    """
 
     attention: float
     ffn: float
@@ -30,10 +39,11 @@ class Macs:
     head: float
     scores: float
     active_ffn_fraction: float = 1.0
+    sub_router: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.attention + self.ffn + self.router + self.head
+        return self.attention + self.ffn + self.router + self.sub_router + self.head
 
 
 def meta_model(config: Any, trust_remote_code: bool = False) -> Any:
@@ -57,21 +67,34 @@ def count_macs(model: Any, tokens: int) -> Macs:
     Raises MoesaicError for a family whose FFNs are not recognised.
     """
     config = model.config
-    if config.model_type == "moesaic":
-        blocks = [module for module in model.modules() if isinstance(module, MoesaicBlock)]
-        ffn = sum(_active_weights(block, config.moesaic) for block in blocks)
-        router = sum(_matrices(block.router) for block in blocks)
-        inside = sum(_matrices(block) for block in blocks)
+    sub_router = 0.0
+    if config.model_type == "moesaic" and "num_outer" in config.moesaic:
+        moe = config.moesaic
+        base = getattr(model, model.base_model_prefix, model)
+        layers, _, path = moe["ffn"]["path"].partition(".{}.")
+        blocks = [m for m in model.modules() if isinstance(m, MoesaicHierarchy)]
+        inside, router = _around_experts(base.get_submodule(layers), path)
+        ffn = inside + sum(_active_weights_of_pairs(block, moe) for block in blocks)
+        for beside in (m for m in model.modules() if isinstance(m, MoesaicBlock)):
+            ffn += _active_weights(beside, moe["beside"]) - _matrices(beside)
+            sub_router += _matrices(beside.router)
+        sub_router += sum(
+            moe["outer_active"] * part.inputs * part.outputs
+            for part in model.modules()
+            if isinstance(part, MoesaicPairProjection)
+        )
+    elif config.model_type == "moesaic":
+        flat = [module for module in model.modules() if isinstance(module, MoesaicBlock)]
+        ffn = sum(_active_weights(block, config.moesaic) for block in flat)
+        router = sum(_matrices(block.router) for block in flat)
+        inside = sum(_matrices(block) for block in flat)
     else:
         found = find_ffns(model)
-        layers = range(len(found.layers))
-        ffn = inside = sum(
-            tensor.numel()
-            for layer in layers
-            for tensor in found.read(layer).tensors().values()
-            if tensor.ndim == 2
-        )
-        router = 0
+        ffn, router = routed_macs(found), 0
+        inside = ffn
+        if isinstance(found, Mixtures):
+            inside, router = _around_experts(found.layers, found.ffn_path)
+            ffn += inside
     head = model.get_output_embeddings().weight.numel()
     return Macs(
         attention=(_matrices(model) - inside - head) * tokens,
@@ -80,16 +103,80 @@ def count_macs(model: Any, tokens: int) -> Macs:
         head=head * tokens,
         scores=_scores(config.get_text_config(), tokens),
         active_ffn_fraction=active_ffn_fraction(config),
+        sub_router=sub_router * tokens,
     )
 
 
+def routed_macs(found: FFNs, beside: bool = False) -> int:
+    """Weights of the FFNs that a conversion changes, as many as one token uses of them.
+
+    With those of a mixture's shared experts where `beside`.
+    """
+
+    def weights(ffn: DenseFFN | None) -> int:
+        return sum(t.numel() for t in ffn.tensors().values() if t.ndim == 2) if ffn else 0
+
+    each = sum(weights(found.read(layer)) for layer in found.converted)
+    if not isinstance(found, Mixtures):
+        return each
+    shared = sum(weights(found.read_beside(layer)) for layer in found.converted)
+    return each * found.outer_active + (shared if beside else 0)
+
+
+def _around_experts(layers: Any, path: str) -> tuple[int, int]:
+    """Weights of shared experts and dense layers beside the fused experts; of outer routers."""
+    parent = path.rpartition(".")[0]
+    beside = router = 0
+    for layer in layers:
+        block = layer.get_submodule(parent)
+        linear = _matrices(block)
+        experts = getattr(block, path.rpartition(".")[2], None)
+        inside = () if experts is None else experts.parameters()
+        fused = sum(p.numel() for p in inside if p.ndim == 2)
+        beside += linear
+        router += sum(p.numel() for p in block.parameters() if p.ndim == 2) - linear - fused
+    return beside, router
+
+
+def _active_weights_of_pairs(block: MoesaicHierarchy, moe: dict[str, Any]) -> float:
+    """Weights that one token uses in a layer's experts, on average; padding is not one.
+
+    An expert that stays whole is taken to be chosen as often as any other.
+    """
+    rows = 3 if moe["ffn"]["gated"] else 2
+    experts: Any = block.shared_experts or block.experts
+    neuron = rows * experts.down_proj.shape[1]
+    active = moe["shared_size"] + moe["num_active"] * moe["expert_size"] * bool(moe["num_routed"])
+    total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
+    whole = len(block.whole) / moe["num_outer"]
+    return float(moe["outer_active"] * neuron * (whole * total + (1 - whole) * active))
+
+
 def active_ffn_fraction(config: Any) -> float:
-    """Share of the dense model's FFN neurons that a token computes; 1 for a dense model."""
+    """Share of the model's FFN neurons that a token computes; 1 before a conversion.
+
+    In a mixture, of the neurons of the experts that a token is sent to, each expert counting
+    alike, and of a shared one that has been converted.
+    """
     if config.model_type != "moesaic":
         return 1.0
     moe = config.moesaic
+    active, total = _active_neurons(moe)
+    if "num_outer" not in moe:
+        return active / total
+    whole = sum(map(len, moe["whole"].values())) / (len(moe["layers"]) * moe["num_outer"])
+    active = moe["outer_active"] * (whole * total + (1 - whole) * active)
+    total *= moe["outer_active"]
+    if "beside" in moe:
+        more = _active_neurons(moe["beside"])
+        active, total = active + more[0], total + more[1]
+    return float(active / total)
+
+
+def _active_neurons(moe: dict[str, Any]) -> tuple[float, float]:
+    """Neurons of one FFN that a token computes, and all of them."""
     total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
-    return float((moe["shared_size"] + moe["num_active"] * moe["expert_size"]) / total)
+    return moe["shared_size"] + moe["num_active"] * moe["expert_size"], total
 
 
 def _matrices(module: nn.Module | None) -> int:

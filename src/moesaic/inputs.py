@@ -18,7 +18,7 @@ class Inputs:
 
     `hold_out` keeps the last eighth out of what is fitted, in whole windows of `window` tokens
     where it holds any. Without it everything is fitted on, and the last eighth is what is
-    measured all the same.
+    measured all the same. `first_held` is the first token held out, where that is known.
     """
 
     def __init__(
@@ -29,11 +29,13 @@ class Inputs:
         storage: torch.device,
         device: torch.device,
         window: int = 1,
+        first_held: int | None = None,
     ):
         self.storage = storage
         self.device, self.hold_out = device, hold_out and tokens >= HELD_OUT
         held = tokens // HELD_OUT
-        first_held = tokens - max(held // window * window or held, 1)
+        if first_held is None:
+            first_held = tokens - max(held // window * window or held, 1)
         self.tokens = first_held if self.hold_out else tokens
         self._fit: list[torch.Tensor] = []
         self._held: list[torch.Tensor] = []

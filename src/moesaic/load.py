@@ -106,19 +106,16 @@ def check_converted(config: Any, model: str) -> None:
     try:
         moe = config.moesaic
         layout, routed = Layout.parse(moe["layout"]), moe["recipe"]["grouping"] != "none"
-        total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
-        sizes = layout.sizes(total)
-        expected = {
-            "num_shared": layout.num_shared,
-            "num_routed": sizes.num_routed if routed else 0,
-            "num_active": sizes.num_active if routed else 0,
-            "shared_size": sizes.shared if routed else sizes.active,
-            "expert_size": sizes.expert,
-            "padded_size": -(-sizes.expert // 8) * 8,
-            "dropped": 0 if routed else total - sizes.active,
-            "layers": list(range(config.get_text_config().num_hidden_layers)),
-        }
-        wrong = [key for key, value in expected.items() if moe[key] != value]
+        depth = config.get_text_config().num_hidden_layers
+        wrong = [] if moe["num_shared"] == layout.num_shared else ["num_shared"]
+        wrong += _wrong_sizes(moe, layout, routed)
+        if "num_outer" in moe:
+            wrong += _wrong_outer(moe, depth)
+            if "beside" in moe:
+                moe["beside"]["path"].format(0)
+                wrong += [f"beside {key}" for key in _wrong_sizes(moe["beside"], layout, routed)]
+        elif moe["layers"] != list(range(depth)):
+            wrong.append("layers")
         ffn = moe["ffn"]
         ffn["path"].format(0), [path.format(0) for path in ffn["identities"]]
         wrong += [key for key in ("gated", "bias") if type(ffn[key]) is not bool]
@@ -131,6 +128,37 @@ def check_converted(config: Any, model: str) -> None:
             f"the config.json of {model} contradicts itself: {wrong[0]} does not fit the layout "
             f"{layout}"
         )
+
+
+def _wrong_sizes(moe: dict[str, Any], layout: Layout, routed: bool) -> list[str]:
+    """Keys of one FFN's sizes that the layout does not give."""
+    total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
+    sizes = layout.sizes(total)
+    expected = {
+        "num_routed": sizes.num_routed if routed else 0,
+        "num_active": sizes.num_active if routed else 0,
+        "shared_size": sizes.shared if routed else sizes.active,
+        "expert_size": sizes.expert,
+        "padded_size": -(-sizes.expert // 8) * 8,
+        "dropped": 0 if routed else total - sizes.active,
+    }
+    return [key for key, value in expected.items() if moe[key] != value]
+
+
+def _wrong_outer(moe: dict[str, Any], depth: int) -> list[str]:
+    """Keys of a converted mixture's configuration whose values make no sense."""
+    outer, active, layers = moe["num_outer"], moe["outer_active"], moe["layers"]
+    numbers = {str(layer) for layer in layers}
+    right = {
+        "num_outer": type(outer) is int and outer >= 1,
+        "outer_active": type(active) is int and 1 <= active <= outer,
+        "layers": layers == sorted(set(layers)) and set(layers) <= set(range(depth)),
+        "whole": all(
+            key in numbers and kept == sorted(set(kept)) and set(kept) <= set(range(outer))
+            for key, kept in moe["whole"].items()
+        ),
+    }
+    return [key for key, fits in right.items() if not fits]
 
 
 def _wrong_router(router: dict[str, Any], hidden_size: int) -> list[str]:

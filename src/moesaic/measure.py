@@ -34,7 +34,9 @@ class LayerReport:
     three is repaired. The oracle runs the K experts of largest output norm; `router_recall` is the
     share of them that the router picks (chance is K / R), `mass_kept` the share of all experts'
     output energy in the experts that ran, `oracle_mass` the oracle's. `expert_load` is the share of
-    tokens that each expert runs for. `kept_energy` holds the rounds of re-assignment.
+    tokens that each expert runs for. `kept_energy` holds the rounds of re-assignment. In a model
+    that was a mixture before, figures are means over its converted experts, weighted by the tokens
+    that the router sends them, and `experts` has each by itself.
     """
 
     layer: int
@@ -50,6 +52,7 @@ class LayerReport:
     repair: str | None = None
     notes: list[str] = field(default_factory=list)
     kept_energy: list[float] = field(default_factory=list)
+    experts: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self, timing: bool = True) -> dict[str, Any]:
         """As plain data; without `timing` two equal runs give equal bytes."""
@@ -76,13 +79,14 @@ def measure_layer(
     sizes: Sizes,
     seed: int,
     seconds: float | None = None,
+    most: int | None = None,
 ) -> LayerReport:
-    """Measures a converted layer and its references on at most MOST_TOKENS of the last eighth.
+    """Measures a converted layer and its references on at most `most` tokens of the last eighth.
 
-    Costs about eight passes of those tokens through the FFN.
+    MOST_TOKENS unless said. Costs about eight passes of those tokens through the FFN.
     """
     x_TD = torch.cat(list(inputs.held()))
-    x_TD = x_TD[:: -(-len(x_TD) // MOST_TOKENS)]
+    x_TD = x_TD[:: -(-len(x_TD) // (most or MOST_TOKENS))]
     h_TF = ffn.hidden(x_TD).float()
     down_FD = ffn.down_DF.float().T
     dense_TD = h_TF @ down_FD

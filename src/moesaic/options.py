@@ -27,6 +27,16 @@ Grain = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]
 
 
+def numbers(option: str, text: str | None) -> list[int] | None:
+    """Whole numbers between commas; raises MoesaicError for anything else."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() for word in words):
+        raise MoesaicError(f"{option} {text!r}: give whole numbers such as 0,3,7")
+    return [int(word) for word in words]
+
+
 def check_json_file(path: Path | None) -> None:
     """Raises MoesaicError for a --json that cannot be written, before the work begins."""
     if path is not None and (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moesaic.adapters import FFNs, find_ffns
+from moesaic.adapters import FFNs, Mixtures, find_ffns
 from moesaic.errors import MoesaicError
-from moesaic.flops import Macs, count_macs, meta_model
+from moesaic.flops import Macs, count_macs, meta_model, routed_macs
 from moesaic.layout import Layout, Sizes, layouts_for
 from moesaic.load import window_length
 from moesaic.modeling import config_class_for
@@ -36,13 +37,14 @@ class Plan:
 
     @property
     def shape(self) -> str:
-        sizes = self.sizes
+        sizes, outer = self.sizes, self.config.moesaic.get("num_outer")
+        each = f", in each of {outer} experts" if outer else ""
         if not self.recipe.routed:
-            return f"the best {sizes.active} of {sizes.total} neurons, no routing"
+            return f"the best {sizes.active} of {sizes.total} neurons, no routing{each}"
         mean = "on average " if self.recipe.gating == "threshold" else ""
         return (
             f"{sizes.shared} shared neurons, {mean}{sizes.num_active} of {sizes.num_routed} "
-            f"routed experts of {sizes.expert}"
+            f"routed {'sub-' * bool(outer)}experts of {sizes.expert}{each}"
         )
 
 
@@ -55,17 +57,24 @@ def make_plans(
     grain: str = "medium",
     sequence_length: int | None = None,
     trust_remote_code: bool = False,
+    experts: Sequence[int] | None = None,
+    min_tokens: int | None = None,
 ) -> list[Plan]:
     """Plans a conversion from the dense model's configuration; builds it without weights.
 
     One plan for a layout; for a sparsity (0.25 where neither is given) one per layout that could
-    serve, the usual one first. Raises MoesaicError for a model that is converted already, an
-    unsupported family, an unknown recipe, an impossible layout, sparsity or sequence length.
+    serve, the usual one first. In a model that is a mixture already, a layout is of each expert,
+    `experts` names those to convert and `min_tokens` what they must have seen (as many tokens as
+    an expert has neurons, unless said); a sparsity takes the usual layout there. A shared expert
+    is converted as one more FFN, unless `experts` are named. Raises
+    MoesaicError for a model that is converted already, an unsupported family, an unknown recipe,
+    an impossible layout, sparsity, sequence length or choice of experts.
     """
     if config.model_type == "moesaic":
         raise MoesaicError(
             f"{model} is converted already ({config.moesaic['layout']}, recipe "
-            f"{config.moesaic['recipe']['name']}); convert the dense model it came from"
+            f"{config.moesaic['recipe']['name']}) and its experts are not split again: a finer "
+            "layout of the model it came from does that at once; convert that one"
         )
     if getattr(config, "quantization_config", None):
         raise MoesaicError(f"{model} is quantised; convert the full-precision model, then quantise")
@@ -87,20 +96,25 @@ def make_plans(
     ffns = find_ffns(skeleton)
     if layout is None:
         wanted = 0.25 if sparsity is None else sparsity
-        neurons = ffns.read(0).intermediate_size
+        neurons = ffns.read(ffns.converted[0]).intermediate_size
         layouts = layouts_for(wanted, neurons, grain, recipe.experts)
         # Without routing only the number of active neurons counts, and oracles are references.
-        layouts = layouts if recipe.router in FITTED else layouts[:1]
+        # Experts are many: a search over layouts would fit each of them for every layout.
+        several = recipe.router in FITTED and not isinstance(ffns, Mixtures)
+        layouts = layouts if several else layouts[:1]
     else:
         layouts = [layout]
+    asked = _asked(ffns, experts, min_tokens)
     length = window_length([config], sequence_length)
     dense_macs = count_macs(skeleton, 1)
     plans = []
     for one in layouts:
-        sizes = _sizes(one.sizes(ffns.read(0).intermediate_size), recipe)
+        sizes = _sizes(one.sizes(ffns.read(ffns.converted[0]).intermediate_size), recipe)
         ours = _our_config(config, model, ffns, recipe, one, sizes)
+        ours.moesaic |= asked | (_beside(ffns, recipe, one) if experts is None else {})
         if recipe.router == "oracle":  # as if to know were free: no model can hold it
-            macs = replace(dense_macs, ffn=dense_macs.ffn * sizes.active / sizes.total)
+            saved = (1 - sizes.active / sizes.total) * routed_macs(ffns, "beside" in ours.moesaic)
+            macs = replace(dense_macs, ffn=dense_macs.ffn - saved)
         else:
             macs = count_macs(meta_model(ours), 1)
         plans.append(Plan(model, recipe, one, sizes, length, ours, dense_macs, macs))
@@ -119,25 +133,68 @@ def _sizes(sizes: Sizes, recipe: Recipe) -> Sizes:
     return Sizes(0, 1, sizes.total, sizes.active)
 
 
-def _our_config(
-    config: Any, model: str, ffns: FFNs, recipe: Recipe, layout: Layout, sizes: Sizes
-) -> Any:
-    """The configuration of the result; `MoesaicConfig` says what its keys mean."""
-    ffn = ffns.read(0)
+def _asked(ffns: FFNs, experts: Sequence[int] | None, min_tokens: int | None) -> dict[str, Any]:
+    """What the configuration of a mixture's result holds besides a dense model's; else nothing."""
+    if not isinstance(ffns, Mixtures):
+        if experts is not None or min_tokens is not None:
+            raise MoesaicError(f"{ffns.name} has no experts to choose from: it is dense")
+        return {}
+    neurons, outer = ffns.read(ffns.converted[0]).intermediate_size, ffns.num_outer
+    if experts is not None and (
+        not experts or not all(type(e) is int and 0 <= e < outer for e in experts)
+    ):
+        raise MoesaicError(
+            f"experts {', '.join(map(str, experts)) or 'none'}: {ffns.name} has experts 0 to "
+            f"{outer - 1}"
+        )
+    if min_tokens is not None and (type(min_tokens) is not int or min_tokens < 1):
+        raise MoesaicError(f"min tokens {min_tokens} must be a whole number of at least 1")
+    return {
+        "num_outer": outer,
+        "outer_active": ffns.outer_active,
+        "whole": {},
+        "asked": {
+            "experts": None if experts is None else sorted(set(experts)),
+            "min_tokens": neurons if min_tokens is None else min_tokens,
+        },
+    }
+
+
+def _beside(ffns: FFNs, recipe: Recipe, layout: Layout) -> dict[str, Any]:
+    """Path and sizes of a mixture's shared expert, which is converted as one more FFN."""
+    if not isinstance(ffns, Mixtures) or (ffn := ffns.read_beside(ffns.converted[0])) is None:
+        return {}
+    sizes = _sizes(layout.sizes(ffn.intermediate_size), recipe)
+    path = f"{ffns.layers_path}.{{}}.{ffns.beside_path}"
+    return {"beside": {"path": path} | _stored(sizes, recipe)}
+
+
+def _stored(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
+    """An FFN's sizes as the configuration keeps them; `MoesaicConfig` says what they mean."""
     shared = sizes.shared if recipe.routed else sizes.active
-    derived = {"model_type", "transformers_version", "architectures", "_name_or_path"}
-    values = {k: v for k, v in config.to_dict().items() if k not in derived}
-    ours: Any = config_class_for(config.model_type)(**values)
-    ours.moesaic = {
-        "layout": str(layout),
-        "num_shared": layout.num_shared,
+    return {
         "num_routed": sizes.num_routed if recipe.routed else 0,
         "num_active": sizes.num_active if recipe.routed else 0,
         "shared_size": shared,
         "expert_size": sizes.expert,
         "padded_size": -(-sizes.expert // 8) * 8,
         "dropped": 0 if recipe.routed else sizes.total - shared,
-        "layers": list(range(len(ffns.layers))),
+    }
+
+
+def _our_config(
+    config: Any, model: str, ffns: FFNs, recipe: Recipe, layout: Layout, sizes: Sizes
+) -> Any:
+    """The configuration of the result; `MoesaicConfig` says what its keys mean."""
+    ffn = ffns.read(ffns.converted[0])
+    derived = {"model_type", "transformers_version", "architectures", "_name_or_path"}
+    values = {k: v for k, v in config.to_dict().items() if k not in derived}
+    ours: Any = config_class_for(config.model_type)(**values)
+    ours.moesaic = {
+        "layout": str(layout),
+        "num_shared": layout.num_shared,
+        **_stored(sizes, recipe),
+        "layers": list(ffns.converted),
         "ffn": {
             "path": f"{ffns.layers_path}.{{}}.{ffns.ffn_path}",
             "identities": [f"{ffns.layers_path}.{{}}.{name}" for name in ffns.identities],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def prepare(
     overwrite: bool = False,
     resume: bool = False,
     trust_remote_code: bool = False,
+    experts: Sequence[int] | None = None,
+    min_tokens: int | None = None,
 ) -> Prepared:
     """Checks all of a conversion's input and reads its text (`--dry-run` ends here).
 
@@ -63,8 +66,9 @@ def prepare(
     name = (model.config.name_or_path or type(model).__name__) if in_memory else str(model)
     config = model.config if in_memory else load_config(model, trust_remote_code)
     plans = make_plans(
-        config, name, recipe, layout, sparsity, grain, sequence_length, trust_remote_code
-    )
+        config, name, recipe, layout, sparsity, grain, sequence_length, trust_remote_code,
+        experts, min_tokens,
+    )  # fmt: skip
     todo = plans[0]
     if samples is None:
         samples = usual_samples(todo)
@@ -107,10 +111,16 @@ def check_samples(samples: int, length: int) -> None:
 
 
 def usual_samples(plan: Plan) -> int:
-    """The paper's 8 windows; where weights are fitted, 12 tokens a neuron and at least 32,768."""
+    """The paper's 8 windows; where weights are fitted, 12 tokens a neuron and at least 32,768.
+
+    Of an expert's tokens, on average, in a model that is a mixture already.
+    """
+    moe = plan.config.moesaic
+    spread = moe["num_outer"] / moe["outer_active"] if "num_outer" in moe else 1
     if not plan.recipe.fits:
         return 8
-    return max(8, -(-max(32_768, 12 * plan.sizes.total) // plan.sequence_length))
+    needed = min(12 * plan.sizes.total * spread, MOST_CALIBRATION_TOKENS // 2)
+    return max(8, -(-max(32_768, int(needed)) // plan.sequence_length))
 
 
 def hold_out(

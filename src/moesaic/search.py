@@ -92,7 +92,7 @@ def search_plan(
     def make(layout: Layout) -> Plan:
         return make_plan(
             ready.config, first.model, first.recipe, layout, sequence_length=length,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trust_remote_code, **first.config.moesaic.get("asked", {}),
         )  # fmt: skip
 
     def ratio_of(plan: Plan) -> float:

@@ -50,7 +50,11 @@ class Stream:
         self._additive: dict[type[nn.Module], bool] = {}
 
     def ffn_inputs(self, layer: int) -> Iterator[torch.Tensor]:
-        """Yields the inputs x (T, D) of a layer's FFN block by block.
+        """Yields the inputs x (T, D) of a layer's FFN block by block; see `ffn_calls`."""
+        return (x.reshape(-1, x.shape[-1]) for x, *_ in self.ffn_calls(layer))
+
+    def ffn_calls(self, layer: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yields what a layer's FFN is called with, block by block: x, and what a router chose.
 
         Where the layer's last step is to add what its FFN gives, the hidden states are left just
         before that step, and attention need not run again: take all of the inputs, once, and
@@ -59,11 +63,11 @@ class Stream:
         additive = self._is_additive(layer)
         for start, hidden in self._blocks():
             if additive:
-                x, before = self._without_ffn(layer, hidden)
+                call, before = self._without_ffn(layer, hidden)
                 self.hidden_NLD[start : start + len(before)] = before.to(self.storage)
             else:
-                x = self._until_ffn(layer, hidden)
-            yield x.reshape(-1, x.shape[-1])
+                call = self._until_ffn(layer, hidden)
+            yield call
 
     @property
     def tokens(self) -> int:
@@ -75,14 +79,17 @@ class Stream:
         return self.hidden_NLD.device
 
     @torch.no_grad()
-    def advance(self, layer: int, x_blocks: Iterable[torch.Tensor] | None = None) -> None:
+    def advance(
+        self, layer: int, calls: Iterable[torch.Tensor | tuple[torch.Tensor, ...]] | None = None
+    ) -> None:
         """Passes all tokens through a layer, or on from the inputs that its FFN has been given."""
-        if x_blocks is not None and self._is_additive(layer):
+        if calls is not None and self._is_additive(layer):
             ffn, hidden_TD = self.ffns.replaced(layer), self.hidden_NLD.flatten(0, 1)
             done = 0
-            for x_TD in x_blocks:
-                hidden_TD[done : done + len(x_TD)] += ffn(x_TD).to(self.storage)
-                done += len(x_TD)
+            for call in calls:
+                y_TD = ffn(*(call if isinstance(call, tuple) else (call,)))
+                hidden_TD[done : done + len(y_TD)] += y_TD.to(self.storage)
+                done += len(y_TD)
             return
         for start, hidden in self._blocks():
             output = self._call(layer, hidden)
@@ -109,20 +116,23 @@ class Stream:
         kind = type(self.ffns.layers[layer])
         if kind not in self._additive:
             self._additive[kind] = False
-            if not self.ffns.identities:  # else the FFN is no module by itself before conversion
+            # Else the FFN is no module by itself before conversion, or not the only one.
+            if self.ffns.replaced_paths() == (self.ffns.ffn_path,):
                 _, hidden = next(self._blocks())
-                x, before = self._without_ffn(layer, hidden)
-                sum_BLD = before + self.ffns.replaced(layer)(x)
+                call, before = self._without_ffn(layer, hidden)
+                sum_BLD = before + self.ffns.replaced(layer)(*call).view_as(before)
                 self._additive[kind] = torch.equal(sum_BLD, self._call(layer, hidden))
         return self._additive[kind]
 
-    def _without_ffn(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input of a layer's FFN, and the layer's output if the FFN gave zeros."""
+    def _without_ffn(
+        self, layer: int, hidden: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """What a layer's FFN is called with, and the layer's output if the FFN gave zeros."""
         ffn, seen = self.ffns.replaced(layer), []
 
-        def silent(x: torch.Tensor) -> torch.Tensor:
-            seen.append(x)
-            return torch.zeros_like(x)
+        def silent(*call: torch.Tensor) -> torch.Tensor:
+            seen.append(call)
+            return torch.zeros_like(call[0])
 
         kept = ffn.__dict__.get("forward")
         ffn.forward = silent
@@ -135,17 +145,17 @@ class Stream:
                 ffn.forward = kept
         return seen[0], output
 
-    def _until_ffn(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The input of a layer's FFN; nothing after it is run."""
+    def _until_ffn(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a layer's FFN is called with; nothing after it is run."""
 
         def stop(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            raise _ReachedFFN(inputs[0])
+            raise _ReachedFFN(inputs)
 
         handle = self.ffns.replaced(layer).register_forward_pre_hook(stop)
         try:
             self._call(layer, hidden)
         except _ReachedFFN as reached:
-            return reached.x
+            return reached.call
         finally:
             handle.remove()
         raise RuntimeError(f"layer {layer} never called its FFN {self.ffns.ffn_path!r}")
@@ -153,9 +163,9 @@ class Stream:
 
 class _ReachedFFN(Exception):
     # Not an error: the way out of the layer once its FFN's input is known.
-    def __init__(self, x: torch.Tensor):
+    def __init__(self, call: tuple[torch.Tensor, ...]):
         super().__init__()
-        self.x = x
+        self.call = call
 
 
 @torch.no_grad()

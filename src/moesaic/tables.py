@@ -25,10 +25,13 @@ def macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
     """Multiply-accumulates before (where given) and after."""
     columns = ["GMACs", "converted"] if dense is None else ["GMACs", "dense", "converted"]
     table = Table(*columns, title=f"{title} ({tokens} token{'s' * (tokens > 1)})")
-    parts = ["attention", "ffn", "router", "head", "total", "scores"]
+    parts = ["attention", "ffn", "router", "sub_router", "head", "total", "scores"]
+    if not ours.sub_router:
+        parts.remove("sub_router")
     for part in parts:
         counts = [getattr(macs, part) / 1e9 for macs in (dense, ours) if macs is not None]
-        name = "attention scores (not in total)" if part == "scores" else part
+        longer = {"scores": "attention scores (not in total)", "sub_router": "routers of experts"}
+        name = longer.get(part, part)
         table.add_row(
             name, *(f"{count:.4g}" if count < 100 else f"{count:.1f}" for count in counts)
         )
@@ -37,6 +40,11 @@ def macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
     if dense is not None:
         share += f", multiply-accumulates {ours.total / dense.total - 1:+.1%}"
     out.print(share)
+    if ours.sub_router:
+        out.print(
+            f"without the routers of experts, as the paper counts: "
+            f"{(ours.total - ours.sub_router) / 1e9:.5g} GMACs"
+        )
 
 
 def report_tables(report: ConversionReport) -> None:

@@ -64,17 +64,26 @@ class FFNs:
     pattern: Pattern
     activation: str
 
+    @property
+    def converted(self) -> tuple[int, ...]:
+        """The layers that a conversion changes."""
+        return tuple(range(len(self.layers)))
+
     def replaced(self, layer: int) -> nn.Module:
         """The module that receives the FFN's input."""
         return self.layers[layer].get_submodule(self.ffn_path)
+
+    def replaced_paths(self) -> tuple[str, ...]:
+        """Within a layer, every module that a conversion replaces."""
+        return (self.ffn_path, *self.identities)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Puts every module that a conversion replaces back where it was."""
         kept = [
             (layer.get_submodule(parent) if parent else layer, name, layer.get_submodule(path))
-            for layer in self.layers
-            for path in (self.ffn_path, *self.identities)
+            for layer in (self.layers[i] for i in self.converted)
+            for path in self.replaced_paths()
             for parent, _, name in [path.rpartition(".")]
         ]
         try:
@@ -103,10 +112,10 @@ class FFNs:
 
 
 def find_ffns(model: Any) -> FFNs:
-    """Locates the FFNs of a causal language model.
+    """Locates the FFNs of a causal language model; the experts (`Mixtures`) of one that has some.
 
     Raises MoesaicError, listing what is supported and what was found, for a model whose FFNs it
-    does not recognise, that is a mixture already, or whose FFN weights are quantised.
+    does not recognise or whose FFN weights are quantised.
     """
     name = type(model).__name__
     base = getattr(model, model.base_model_prefix, model)
@@ -120,25 +129,23 @@ def find_ffns(model: Any) -> FFNs:
         raise MoesaicError(f"{name}: no stack of {count} layers found; supported are {SUPPORTED}")
     layers_path, layers = stacks[0]
     first = layers[0]
-    mixtures = [path for path, module in first.named_modules() if path.endswith("experts")]
-    if mixtures:
-        raise MoesaicError(
-            f"{name} is a mixture of experts already (layer 0 has {mixtures[0]!r}): only dense "
-            "models can be converted"
-        )
-    matches = [
+    from moesaic.adapters.mixture import find_mixtures  # which derives from FFNs
+
+    if (mixtures := find_mixtures(model, base, layers_path, layers)) is not None:
+        return mixtures
+    candidates = [
         (path, pattern)
         for pattern in PATTERNS
         for path, module in first.named_modules()
-        if _matches(module, pattern) and pattern.inline == (path == "")
+        if matches(module, pattern) and pattern.inline == (path == "")
     ]
-    if not matches:
+    if not candidates:
         seen = [path for path, module in first.named_modules() if isinstance(module, _PROJECTIONS)]
         raise MoesaicError(
             f"{name}: no FFN recognised in its layers; supported are {SUPPORTED}; "
             f"found the projections {', '.join(seen) or 'none'}"
         )
-    path, pattern = matches[0]
+    path, pattern = candidates[0]
     found = FFNs(
         name=name,
         base=base,
@@ -148,13 +155,13 @@ def find_ffns(model: Any) -> FFNs:
         ffn_path=pattern.up if pattern.inline else path,
         identities=("activation_fn", pattern.down) if pattern.inline else (),
         pattern=pattern,
-        activation=_activation(model, name),
+        activation=activation_of(model, name),
     )
     _check_all(found)
     return found
 
 
-def _matches(module: nn.Module, pattern: Pattern) -> bool:
+def matches(module: nn.Module, pattern: Pattern) -> bool:
     names = [name for name in (pattern.up, pattern.down, pattern.gate) if name]
     projections = {
         name for name, child in module.named_children() if isinstance(child, _PROJECTIONS)
@@ -172,7 +179,7 @@ def _weight(projection: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     )
 
 
-def _activation(model: Any, name: str) -> str:
+def activation_of(model: Any, name: str) -> str:
     config = model.config.get_text_config()
     for key in _ACTIVATION_KEYS:
         if isinstance(value := getattr(config, key, None), str) and value in ACT2FN:
@@ -189,7 +196,7 @@ def _check_all(found: FFNs) -> None:
     for layer, module in enumerate(found.layers):
         try:
             owner = module if found.pattern.inline else module.get_submodule(found.ffn_path)
-            ok = _matches(owner, found.pattern)
+            ok = matches(owner, found.pattern)
         except AttributeError:
             ok = False
         if not ok:

@@ -31,6 +31,11 @@ def check_converted_model(config: Any, name: str) -> None:
 def common_reasons(config: Any) -> list[str]:
     """Why no stock MoE architecture can hold a converted model; empty where one may."""
     moe, family = config.moesaic, config.base_model_type
+    if "num_outer" in moe:
+        return [
+            "it routes twice, inside the experts that its own router chose; stock layers route "
+            "once (docs/deviations.md)"
+        ]
     router, ffn = moe["router"], moe["ffn"]
     kind = router["kind"]
     checks = (

@@ -3,7 +3,15 @@
 from transformers import AutoConfig
 
 from .configuration_moesaic import MoesaicConfig, config_class_for
-from .modeling_moesaic import MoesaicBlock, install_block
+from .hierarchy_moesaic import MoesaicHierarchy, MoesaicPairProjection
+from .modeling_moesaic import (
+    MoesaicBlock,
+    beside_config,
+    install_beside,
+    install_block,
+    new_beside,
+    new_block,
+)
 from .routing_moesaic import MoesaicProjection, MoesaicRouter
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
@@ -11,8 +19,14 @@ AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 __all__ = [
     "MoesaicBlock",
     "MoesaicConfig",
+    "MoesaicHierarchy",
+    "MoesaicPairProjection",
     "MoesaicProjection",
     "MoesaicRouter",
+    "beside_config",
     "config_class_for",
+    "install_beside",
     "install_block",
+    "new_beside",
+    "new_block",
 ]

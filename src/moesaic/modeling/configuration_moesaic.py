@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 class MoesaicConfig(PreTrainedConfig):
-    """A dense model's configuration with every FFN replaced by shared and routed experts.
+    """A model's configuration with every FFN replaced by shared and routed experts.
 
     Every instance belongs to a subclass that also derives from the dense family's configuration,
     so that all the family's attributes, defaults and checks stay in force. `base_model_type` names
@@ -27,6 +27,10 @@ class MoesaicConfig(PreTrainedConfig):
     - `router`: `kind`, `absolute`, `gating` (`topk` or `threshold`), `features` (directions whose
       products a quadratic router reads), `cap` (most experts of a token, or None)
     - `layers`: the converted layers
+    - only in a model that was a mixture before: `num_outer` (its experts of a layer, each of which
+      has the sizes above), `outer_active` (of them run for a token), `whole` (by layer, those that
+      run all their sub-experts: the expert as it was), `asked` (what `whole` follows from),
+      `beside` (path and sizes of its shared expert, converted as one more FFN)
     - `recipe`, `calibration`, `base_model`, `versions`: how the model was made
     """
 
@@ -60,8 +64,9 @@ def config_class_for(base_model_type: str) -> type[MoesaicConfig]:
     class _Config(MoesaicConfig, family):
         pass
 
-    # The family's plan names the dense projections, which are no longer there.
+    # The family's plans name the dense projections or experts, which are no longer there.
     _Config.base_model_tp_plan = {k: how for k, how in plan.items() if ".mlp." not in k}
+    _Config.base_model_ep_plan = None
     _Config.model_type = "moesaic"
     _Config.base_model_type = base_model_type
     _Config.__name__ = _Config.__qualname__ = "MoesaicConfig"

@@ -8,71 +8,19 @@ S neurons of the shared expert.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.integrations import use_experts_implementation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .configuration_moesaic import MoesaicConfig
+from .experts_moesaic import make_experts
+from .hierarchy_moesaic import MoesaicHierarchy
 from .routing_moesaic import MoesaicRouter
-
-
-def _random(*shape: int) -> nn.Parameter:
-    # Self-made start values: transformers initialises by the class of the enclosing family model,
-    # which does not know these modules. Costs nothing when weights are loaded (meta device).
-    return nn.Parameter(torch.empty(*shape).normal_(std=0.02))
-
-
-@use_experts_implementation
-class MoesaicExperts(nn.Module):
-    """Routed experts as transformers 5 keeps them: fused 3-D weights, run by one of its kernels.
-
-    Expert sizes are stored rounded up to `padded_size`, a multiple of 8, with neurons of weight
-    zero, which add nothing: torch's grouped product wants rows of whole 16 bytes.
-
-    `forward` is the plain loop over experts ("eager"); `model.set_experts_implementation` switches
-    to `grouped_mm` (the default) or `batched_mm`.
-    """
-
-    def __init__(self, config: MoesaicConfig):
-        super().__init__()
-        moe = config.moesaic
-        ffn, size = moe["ffn"], moe["padded_size"]
-        self.num_experts = moe["num_routed"]  # the name that transformers' kernels read
-        self.act_fn = ACT2FN[ffn["activation"]]
-        rows = 2 * size if ffn["gated"] else size
-        name = "gate_up_proj" if ffn["gated"] else "up_proj"
-        hidden = config.hidden_size
-        self.register_parameter(name, _random(self.num_experts, rows, hidden))
-        self.down_proj = _random(self.num_experts, hidden, size)
-        if ffn["bias"]:
-            self.register_parameter(f"{name}_bias", _random(self.num_experts, rows))
-
-    @property
-    def down_proj_bias(self) -> torch.Tensor:
-        """Zeros, which the kernels ask for: the block adds the FFN's own output bias once."""
-        return self.down_proj.new_zeros(self.down_proj.shape[:2])
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        output_TD = torch.zeros_like(hidden_states)
-        name = "gate_up_proj" if self.has_gate else "up_proj"
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
-        for expert in range(self.num_experts):
-            token, slot = torch.where(top_k_index == expert)
-            h = nn.functional.linear(
-                hidden_states[token], weight[expert], None if bias is None else bias[expert]
-            )
-            h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-            y = nn.functional.linear(h, self.down_proj[expert])
-            y = y * top_k_weights[token, slot, None]
-            output_TD.index_add_(0, token, y.to(output_TD.dtype))
-        return output_TD
 
 
 class MoesaicSharedExpert(nn.Module):
@@ -109,12 +57,13 @@ class MoesaicBlock(nn.Module):
     def __init__(self, config: MoesaicConfig):
         super().__init__()
         moe = config.moesaic
-        ffn = moe["ffn"]
         self.shared_expert = MoesaicSharedExpert(config) if moe["shared_size"] else None
         self.router = MoesaicRouter(config) if moe["num_routed"] else None
-        self.experts = MoesaicExperts(config) if moe["num_routed"] else None
-        if self.experts is not None:  # the decorator sets these per class; ours is per family
-            self.experts.has_gate, self.experts.has_bias = ffn["gated"], ffn["bias"]
+        self.experts = (
+            make_experts(config, moe["num_routed"], moe["padded_size"])
+            if moe["num_routed"]
+            else None
+        )
         self.output_bias = (
             nn.Parameter(torch.zeros(config.hidden_size)) if moe["output_bias"] else None
         )
@@ -136,6 +85,28 @@ class MoesaicBlock(nn.Module):
         return y_TD.view_as(hidden_states)
 
 
+def new_block(config: MoesaicConfig, layer: int) -> nn.Module:
+    """What stands in for a layer's FFN, or for the experts of a layer that has some already."""
+    return (
+        MoesaicHierarchy(config, layer) if "num_outer" in config.moesaic else MoesaicBlock(config)
+    )
+
+
+def beside_config(config: MoesaicConfig) -> MoesaicConfig:
+    """The configuration of what stands in for a shared expert: other sizes, and no mixture."""
+    own, moe = copy.copy(config), config.moesaic
+    own.moesaic = {k: v for k, v in moe.items() if k != "num_outer"} | moe["beside"]
+    return own
+
+
+def new_beside(config: MoesaicConfig) -> MoesaicBlock:
+    """What stands in for a mixture's shared expert."""
+    block = MoesaicBlock(beside_config(config))
+    if block.experts is not None:
+        block.experts.config = config  # whose experts implementation may be set later
+    return block
+
+
 def install_block(
     base_model: nn.Module, config: MoesaicConfig, layer: int, block: nn.Module
 ) -> None:
@@ -144,6 +115,13 @@ def install_block(
     _set(base_model, ffn["path"].format(layer), block)
     for path in ffn["identities"]:
         _set(base_model, path.format(layer), nn.Identity())
+
+
+def install_beside(
+    base_model: nn.Module, config: MoesaicConfig, layer: int, block: nn.Module
+) -> None:
+    """Puts a block in place of one layer's shared expert."""
+    _set(base_model, config.moesaic["beside"]["path"].format(layer), block)
 
 
 def _set(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -166,7 +144,9 @@ class _FamilyModel:
         super().__init__(config, *args, **kwargs)
         for layer in config.moesaic["layers"]:
             base_model = getattr(self, self.base_model_prefix, self)
-            install_block(base_model, config, layer, MoesaicBlock(config))
+            install_block(base_model, config, layer, new_block(config, layer))
+            if "beside" in config.moesaic:
+                install_beside(base_model, config, layer, new_beside(config))
         config._experts_implementation_internal = self.get_correct_experts_implementation(wanted)
 
     def _check_and_adjust_experts_implementation(self, wanted: str | None) -> str | None:

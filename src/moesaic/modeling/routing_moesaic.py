@@ -104,15 +104,20 @@ class MoesaicRouter(nn.Module):
     def choose(self, scores_TR: torch.Tensor) -> torch.Tensor:
         """Which experts run (T, R), under either gating."""
         biased_TR = scores_TR + self.selection_bias
-        none_TR = torch.zeros_like(biased_TR, dtype=torch.bool)
-        if self.gating == "topk":
-            index_TK = biased_TR.topk(self.num_active, dim=-1, sorted=False).indices
-            return none_TR.scatter_(1, index_TK, True)
-        chosen_TR = (biased_TR > 0).scatter_(1, biased_TR.argmax(-1, keepdim=True), True)
-        if self.cap < biased_TR.shape[1]:
-            index_TK = biased_TR.topk(self.cap, dim=-1).indices
-            chosen_TR &= none_TR.scatter_(1, index_TK, True)
-        return chosen_TR
+        return choose_experts(biased_TR, self.gating, self.num_active, self.cap)
 
     def _gates(self, scores_TR: torch.Tensor) -> torch.Tensor:
         return 1 + scores_TR.softmax(dim=-1) * self.expert_scale
+
+
+def choose_experts(biased_TR: torch.Tensor, gating: str, num_active: int, cap: int) -> torch.Tensor:
+    """Which experts run (T, R) by their scores, selection bias included, under either gating."""
+    none_TR = torch.zeros_like(biased_TR, dtype=torch.bool)
+    if gating == "topk":
+        index_TK = biased_TR.topk(num_active, dim=-1, sorted=False).indices
+        return none_TR.scatter_(1, index_TK, True)
+    chosen_TR = (biased_TR > 0).scatter_(1, biased_TR.argmax(-1, keepdim=True), True)
+    if cap < biased_TR.shape[1]:
+        index_TK = biased_TR.topk(cap, dim=-1).indices
+        chosen_TR &= none_TR.scatter_(1, index_TK, True)
+    return chosen_TR

@@ -1,0 +1,90 @@
+"""What converting a mixture costs: its experts against one dense FFN of their total size.
+
+    OMP_NUM_THREADS=1 python benchmarks/mixtures.py
+
+Per layer: E experts of m neurons, k of them for a token, against a dense FFN of E m neurons, by the
+same recipe and layout on the same tokens. CPU time of the conversion's own steps (attention and
+the check of inputs left out), measured in turn; random weights, random tokens. Writes Markdown.
+
+Quality on a trained mixture is `moesaic compare`; demo_model/train_moe.py trains one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from moesaic.adapters import find_ffns
+from moesaic.layers import convert_layers
+from moesaic.plan import make_plan
+from moesaic.stream import Stream
+
+TOKENS, LENGTH, ROUNDS = 16_384, 512, 3
+SHAPES = [  # hidden size, experts, experts of a token, neurons of an expert
+    (192, 8, 2, 152),
+    (512, 16, 4, 256),
+    (512, 64, 8, 128),
+]
+STEPS = {"profile", "partition", "router", "repair", "carve", "measure", "stack"}
+
+
+def models(hidden: int, experts: int, active: int, neurons: int) -> tuple[Any, Any]:
+    """A mixture and a dense model of one layer, of equal total FFN size."""
+    common: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": hidden, "num_hidden_layers": 1, "head_dim": 64,
+        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64,
+        "max_position_embeddings": LENGTH,
+    }  # fmt: skip
+    mixture = MixtralConfig(
+        **common, intermediate_size=neurons, num_local_experts=experts, num_experts_per_tok=active
+    )
+    dense = LlamaConfig(**common, intermediate_size=experts * neurons)
+    torch.manual_seed(0)
+    found = [AutoModelForCausalLM.from_config(config).eval() for config in (mixture, dense)]
+    for model in found:
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    return found[0], found[1]
+
+
+def seconds(model: Any, recipe: str, layout: str, ids_NL: torch.Tensor) -> float:
+    """CPU time of fitting one layer; the model is put back."""
+    ffns = find_ffns(model)
+    plan = make_plan(model.config, "random", recipe, layout)
+    stream = Stream(ffns, ids_NL, torch.device("cpu"))
+    steps: dict[str, float] = {}
+    wall = time.perf_counter
+    time.perf_counter = time.process_time  # the steps' own clock: others use the machine too
+    try:
+        with ffns.restored():
+            convert_layers(stream, plan, 0, steps)
+    finally:
+        time.perf_counter = wall
+    return sum(value for step, value in steps.items() if step in STEPS)
+
+
+def main() -> None:
+    ids_NL = torch.randint(512, (TOKENS // LENGTH, LENGTH), generator=torch.manual_seed(1))
+    print("| hidden | experts | of a token | neurons | recipe | mixture / dense |")
+    print("|---|---|---|---|---|---|")
+    for shape in SHAPES:
+        mixture, dense = models(*shape)
+        for recipe, layout in (("cmoe", "S3A3E8"), ("moesaic", "S3A3E8"), ("moesaic", "S1A11E16")):
+            ratios = []
+            for _ in range(ROUNDS):
+                pair = [seconds(m, recipe, layout, ids_NL) for m in (mixture, dense)]
+                ratios.append(pair[0] / pair[1])
+                print(f"{shape} {recipe} {layout} {pair}", file=sys.stderr)
+            row = [*map(str, shape), f"`{recipe}` {layout}"]
+            spread = f"({min(ratios):.2f}..{max(ratios):.2f})"
+            print(f"| {' | '.join(row)} | {statistics.median(ratios):.2f} {spread} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
