@@ -23,6 +23,7 @@ from typer.exceptions import TyperException
 from moesaic import _version, demo_run
 from moesaic.cli_compare import compare_command
 from moesaic.cli_export import export_command
+from moesaic.cli_finetune import finetune_command
 from moesaic.convert import convert as convert_model
 from moesaic.errors import MoesaicError
 from moesaic.evaluate import evaluate
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 app.command("compare")(compare_command)
 app.command("export")(export_command)
+app.command("finetune")(finetune_command)
 
 
 @app.command()
