@@ -1,6 +1,6 @@
 """Losses against the dense model: on logits, and FFN by FFN.
 
-Shape suffixes: T tokens, D hidden_size, V vocabulary.
+Shape suffixes: B windows, L tokens of one, T tokens, D hidden_size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ def logits_kl(student_TV: torch.Tensor, teacher_TV: torch.Tensor) -> torch.Tenso
     return kl_div(student_TV, teacher_TV, reduction="batchmean", log_target=True)
 
 
-def relative_error(y_TD: torch.Tensor, target_TD: torch.Tensor) -> torch.Tensor:
-    """norm(y - target)^2 / norm(target)^2 over all tokens (paper, eq. 2, relative)."""
-    y_TD, target_TD = y_TD.float(), target_TD.float()
-    return (y_TD - target_TD).square().sum() / target_TD.square().sum().clamp(min=1e-20)
+def relative_error(y_BLD: torch.Tensor, target_BLD: torch.Tensor) -> torch.Tensor:
+    """norm(y - target)^2 / norm(target)^2 of a window (paper, eq. 2, relative); the windows' mean.
+
+    Window by window, so that the mean is the same in whatever micro-batches they come.
+    """
+    y_BLD, target_BLD = y_BLD.float(), target_BLD.float()
+    error_B = (y_BLD - target_BLD).square().sum((1, 2))
+    return (error_B / target_BLD.square().sum((1, 2)).clamp(min=1e-20)).mean()
 
 
 class Teacher:
@@ -80,9 +84,9 @@ class Teacher:
             for layer, (x, y) in enumerate(self.seen):
                 with torch.no_grad():
                     ffn = self.found.read(layer)  # views, where the weights are now
-                    x_TD = x.flatten(0, -2).to(ffn.up_FD.dtype)
-                    target_TD = ffn.output(ffn.hidden(x_TD))
-                errors.append(relative_error(y.flatten(0, -2), target_TD))
+                    target = ffn.output(ffn.hidden(x.to(ffn.up_FD.dtype)))
+                windows = (len(ids), -1, y.shape[-1])  # some families flatten them
+                errors.append(relative_error(y.view(windows), target.view(windows)))
             found["ffn"] = torch.stack(errors).mean()
         self.seen = []
         return found

@@ -6,6 +6,7 @@ the router is trained whole, with its bias, and saved beside the LoRA weights (`
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -73,7 +74,9 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
         modules_to_save=["router"] if parameters else None,
         task_type="CAUSAL_LM",
     )
-    wrapped = get_peft_model(model, config)
+    with warnings.catch_warnings():  # GPT-2's transposed modules are found out one by one
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        wrapped = get_peft_model(model, config)
     with torch.no_grad():
         for module in wrapped.modules():
             if getattr(module, "parameter_name", None) == "down_proj":

@@ -18,6 +18,7 @@ from moesaic.checkpoint import UnfinishedError
 from moesaic.finetune.balance import Balancer, Loads, measure_loads
 from moesaic.finetune.distill import Mix, Teacher
 from moesaic.finetune.lora import freeze, parameter_groups, routers_of, wrap
+from moesaic.finetune.masked import masked
 
 SPREAD_TOKENS = 8192  # on which loads before training and the bias's bound are measured
 
@@ -100,7 +101,8 @@ def train(
         progress=machine.progress,
     )
     last = last_checkpoint(folder) if resume and folder is not None else None
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    with masked(wrapped):
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
     history = [row for row in trainer.state.log_history if "loss" in row]
     trained = trainer.accelerator.unwrap_model(trainer.model)
     return Trained(trained, history, loads)
@@ -116,6 +118,11 @@ def _arguments(
     steps = -(-samples // settings.batch_size) * settings.epochs
     if machine.tensorboard is not None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = machine.tensorboard
+    checkpointing: dict[str, Any] = {}
+    if machine.gradient_checkpointing:  # by the name that transformers gives it by now
+        new = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+        name = "activation_checkpointing" if new else "gradient_checkpointing"
+        checkpointing = {name: True, f"{name}_kwargs": {"use_reentrant": False}}
     arguments = TrainingArguments(
         output_dir=str(folder) if folder is not None else "unused",
         per_device_train_batch_size=micro,
@@ -130,8 +137,6 @@ def _arguments(
         data_seed=settings.seed,
         bf16=model.dtype == torch.bfloat16,
         use_cpu=machine.use_cpu,
-        gradient_checkpointing=machine.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
         logging_steps=max(1, steps // 256),
         logging_nan_inf_filter=False,
         save_strategy="no" if folder is None else "steps",
@@ -141,6 +146,7 @@ def _arguments(
         disable_tqdm=True,
         dataloader_pin_memory=not machine.use_cpu,
         remove_unused_columns=False,
+        **checkpointing,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs are for accelerate launch
     return arguments
