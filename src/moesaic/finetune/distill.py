@@ -47,26 +47,34 @@ def relative_error(y_BLD: torch.Tensor, target_BLD: torch.Tensor) -> torch.Tenso
 class Teacher:
     """The dense model, frozen, and what it says to the student's tokens.
 
-    Its FFNs are applied to the student's own FFN inputs: what a block is to imitate is its own
-    FFN, on what really reaches it, as in the conversion.
+    An FFN is compared with the dense model's own on the same token, each in its own stream.
+    (Against the dense FFN on the student's input attention would learn inputs that are easy to
+    imitate: docs/log.md.)
     """
 
     def __init__(self, dense: Any, student: Any, mix: Mix):
         self.dense, self.mix = dense.eval().requires_grad_(False), mix
-        self.found = find_ffns(dense)
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.outputs: list[torch.Tensor] = []
+        self.targets: list[torch.Tensor] = []
         self.watching = False
-        for block in blocks_of(student):
-            block.register_forward_hook(self._keep)
+        if mix.ffn:
+            for block in blocks_of(student):
+                block.register_forward_hook(self._keep(self.outputs))
+            for module in find_ffns(dense).last_modules():
+                module.register_forward_hook(self._keep(self.targets))
 
-    def _keep(self, block: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        if self.watching:
-            self.seen.append((args[0].detach(), output))
+    def _keep(self, kept: list[torch.Tensor]) -> Any:
+        def keep(module: Any, args: Any, output: torch.Tensor) -> None:
+            if self.watching:
+                kept.append(output)
+
+        return keep
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the student's forward pass, before `losses`."""
-        self.seen, self.watching = [], self.mix.ffn != 0
+        """Around the student's forward pass, before `losses`; recomputed ones are not kept."""
+        self.outputs.clear()
+        self.watching = True
         try:
             yield
         finally:
@@ -75,18 +83,20 @@ class Teacher:
     def losses(self, ids: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """`logits` and `ffn`, those that count, of the forward pass just made."""
         found = {}
+        with torch.no_grad():
+            self.targets.clear()
+            self.watching = True
+            expected = self.dense(input_ids=ids, use_cache=False).logits
+            self.watching = False
         if self.mix.logits:
-            with torch.no_grad():
-                expected = self.dense(input_ids=ids, use_cache=False).logits
             found["logits"] = logits_kl(logits, expected)
         if self.mix.ffn:
-            errors = []
-            for layer, (x, y) in enumerate(self.seen):
-                with torch.no_grad():
-                    ffn = self.found.read(layer)  # views, where the weights are now
-                    target = ffn.output(ffn.hidden(x.to(ffn.up_FD.dtype)))
-                windows = (len(ids), -1, y.shape[-1])  # some families flatten them
-                errors.append(relative_error(y.view(windows), target.view(windows)))
+            shape = (*ids.shape, self.targets[0].shape[-1])  # some families flatten windows
+            errors = [
+                relative_error(y.view(shape), target.view(shape))
+                for y, target in zip(self.outputs, self.targets, strict=True)
+            ]
             found["ffn"] = torch.stack(errors).mean()
-        self.seen = []
+        self.outputs.clear()
+        self.targets.clear()
         return found

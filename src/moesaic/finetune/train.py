@@ -133,6 +133,7 @@ def _arguments(
         adam_beta2=0.95,
         weight_decay=0.0,
         lr_scheduler_type="linear",
+        warmup_steps=steps // 20,
         seed=settings.seed,
         data_seed=settings.seed,
         bf16=model.dtype == torch.bfloat16,
