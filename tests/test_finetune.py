@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import errno
 import json
@@ -22,7 +23,7 @@ from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import blocks_of, merge, parameter_groups, routers_of, wrap
 from moesaic.finetune.masked import masked
 from moesaic.finetune.prepare import draw_windows
-from moesaic.finetune.train import Machine, RecoveryTrainer, Settings, train
+from moesaic.finetune.train import Machine, RecoveryTrainer, Settings, Trained, gather, train
 from moesaic.load import load_model
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.stock_models import converted_folder, dense_model, tokenizer
@@ -139,6 +140,18 @@ def test_accumulation_and_checkpointing_change_rounding_only() -> None:
                 assert two[name] == pytest.approx(one[name], rel=2e-4)
         for one, two in zip(routers_of(found[0].model), routers_of(other.model), strict=True):
             torch.testing.assert_close(one.selection_bias, two.selection_bias)
+
+
+def test_shards_are_gathered_around_a_model_loaded_anew(tmp_path: Path) -> None:
+    model = converted()
+    fresh = copy.deepcopy(model)
+    done = train(model, tokens(32, CONTEXT, seed=2), settings(), CPU)
+    before = logits(done.model)
+    done.model.save_pretrained(tmp_path)  # as Trainer does with what FSDP gathered
+    found = Trained(None, [], None, tmp_path)
+    gather(found, fresh, settings())
+    torch.testing.assert_close(logits(found.model), before, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(merge(found.model)), before, rtol=1e-4, atol=1e-4)
 
 
 def test_bf16_models_keep_their_dtype_and_train_in_float32() -> None:

@@ -24,7 +24,7 @@ from moesaic.finetune.lora import blocks_of, routers_of
 from moesaic.finetune.lora import merge as merge_lora
 from moesaic.finetune.prepare import Ready, prepare
 from moesaic.finetune.report import FinetuneReport, finetune_card
-from moesaic.finetune.train import Machine, train
+from moesaic.finetune.train import Machine, gather, train
 from moesaic.load import load_model
 from moesaic.search import HELDOUT_TOKENS
 
@@ -121,6 +121,8 @@ def finetune(
             )
         if not alone:
             return report
+        if trained.sharded is not None:
+            gather(trained, load_model(model, dtype, trust_remote_code), settings)
         few = ready.windows_NL[: max(1, LOAD_TOKENS // length)]
         with torch.no_grad():
             refit_thresholds(trained.model, few)

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from moesaic.checkpoint import UnfinishedError
 from moesaic.finetune.balance import Balancer, Loads, measure_loads
 from moesaic.finetune.distill import Mix, Teacher
-from moesaic.finetune.lora import freeze, parameter_groups, routers_of, wrap
+from moesaic.finetune.lora import NAME, freeze, parameter_groups, routers_of, wrap
 from moesaic.finetune.masked import masked
 
 SPREAD_TOKENS = 8192  # on which loads before training and the bias's bound are measured
@@ -63,6 +63,7 @@ class Trained:
     model: Any
     history: list[dict[str, float]]
     loads_before: Loads | None
+    sharded: Path | None = None  # where the adapter lies that was gathered from several processes
 
 
 def train(
@@ -104,8 +105,17 @@ def train(
     with masked(wrapped):
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     history = [row for row in trainer.state.log_history if "loss" in row]
+    sharded = None
+    if (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and folder is not None:
+        trainer.save_model(str(sharded := folder / "trained"))  # gathers the shards
     trained = trainer.accelerator.unwrap_model(trainer.model)
-    return Trained(trained, history, loads)
+    return Trained(trained, history, loads, sharded)
+
+
+def gather(trained: Trained, model: Any, settings: Settings) -> None:
+    """After sharded training: the trained weights around a model that was loaded anew."""
+    trained.model = wrap(model, settings.rank, settings.alpha, settings.freeze_router)
+    trained.model.load_adapter(str(trained.sharded), NAME)
 
 
 def _arguments(
