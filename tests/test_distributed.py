@@ -15,6 +15,10 @@ import torch
 from moesaic.load import load_model
 from tests.stock_models import converted_folder
 
+pytestmark = pytest.mark.skipif(
+    "MOESAIC_DISTRIBUTED" not in os.environ,
+    reason="starts six processes; make test-distributed runs it",
+)
 ROOT = Path(__file__).parents[1]
 
 

@@ -16,6 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic import cli
 from moesaic.errors import MoesaicError
 from moesaic.finetune.balance import measure_loads
 from moesaic.finetune.distill import Mix
@@ -420,3 +421,36 @@ def test_models_that_do_not_fit(folder: Path, dense: Path, tmp_path: Path) -> No
     with pytest.raises(MoesaicError, match="--distill: its layers is 2, the converted model's 3"):
         tuned(folder, tmp_path / "out", distill=str(other))
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_the_command_prints_loads_and_perplexities(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["moesaic", "finetune", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    text, numbers = tmp_path / "text.txt", tmp_path / "numbers.json"
+    text.write_text(TEXT)
+    common = ("--data", text, "--samples", 16, "--device", "cpu")
+    code, out, _ = run(folder, "--output", tmp_path / "out", *common, "--json", numbers)
+    assert code == 0
+    for words in ("max/mean load", "perplexity on last tenth of text.txt", "folded into the exp"):
+        assert words in out
+    report = json.loads(numbers.read_text())
+    assert report["settings"]["lora_lr"] == pytest.approx(5.95e-5)  # the paper's
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"moesaic finetune {folder}" in card
+    code, _, err = run(folder, "--output", tmp_path / "out", *common)
+    assert code == 2
+    assert err.startswith("error: output")
+    assert "choose another or pass --overwrite" in err
+    code, _, err = run(folder, "--output", tmp_path / "x", *common, "--json", tmp_path / "x" / "n")
+    assert code == 2
+    assert len(err.splitlines()) == 1

@@ -24,7 +24,7 @@ def finetune_command(
         str | None,
         typer.Option(
             help="Text: FILE[:FIELD], wikitext2, c4, hub:NAME:CONFIG:SPLIT:FIELD or demo "
-            "[default: wikitext2]."
+            "[default: wikitext2, or demo for what came from the demo model]."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Windows drawn from the text.")] = 2048,
@@ -82,7 +82,7 @@ def finetune_command(
         raise MoesaicError(f"--json {json_file} is inside the output; choose another file")
     kept = [word for word in sys.argv[1:] if word not in {"--resume", "--overwrite"}]
     report = finetune(
-        model, output, data or "wikitext2", samples=samples, sequence_length=sequence_length,
+        model, output, data, samples=samples, sequence_length=sequence_length,
         epochs=epochs, batch_size=batch_size, rank=rank, alpha=alpha, lora_lr=lora_lr,
         scale_lr=scale_lr, balance_rate=balance_rate, distill=distill,
         freeze_router=freeze_router, merge=merge, micro_batch=micro_batch,

@@ -114,6 +114,8 @@ def prepare(
             f"{model} is a {config.model_type} model that moesaic has not converted; run moesaic "
             "convert first, and fine-tune its output"
         )
+    if data is None:
+        data = "demo" if config.moesaic["base_model"] == "demo" else "wikitext2"
     if PartialState().is_main_process:
         checkpoint.check_output(output, overwrite, resume)
     if distill is not None:

@@ -36,7 +36,7 @@ SHARD_SIZE = "5GB"
 def finetune(
     model: str | Path,
     output: str | Path,
-    data: Any = "wikitext2",
+    data: Any = None,
     *,
     samples: int = 2048,
     sequence_length: int | None = None,
@@ -66,7 +66,8 @@ def finetune(
     """Recovers a converted model's quality by light fine-tuning (paper, Section 4.3).
 
     LoRA weights of `rank` and `alpha` in attention and experts, the routers (unless frozen) and
-    expert_scale are trained by Adam on `samples` windows of `data`, a SOURCE; after every
+    expert_scale are trained by Adam on `samples` windows of `data`, a SOURCE (wikitext2 unless
+    given, or demo for what came from the demo model); after every
     optimiser step the selection biases move by `balance_rate` towards equal loads. `distill`
     names the dense model: its logits and FFNs are then imitated as well. `merge` writes a model
     like the one given, otherwise `output` is a PEFT adapter for it. Measures perplexity on
