@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-engines check bench golden clean
+.PHONY: demo test test-engines test-distributed check bench golden clean
 
 demo: $(VENV)/installed
 	$(BIN)/moesaic demo
@@ -22,6 +22,10 @@ check: $(VENV)/installed-dev
 bench: $(VENV)/installed-dev
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python benchmarks/bench_convert.py
+
+# Training on two CPU processes against one: a minute or two.
+test-distributed: $(VENV)/installed-dev
+	MOESAIC_DISTRIBUTED=1 $(BIN)/python -m pytest tests/test_distributed.py
 
 # Exports served by vLLM and llama.cpp, each in an environment of its own: some ten minutes.
 ENGINES ?= .engines

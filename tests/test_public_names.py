@@ -10,6 +10,7 @@ def test_public_names() -> None:
         "RECIPES",
         "ConversionReport",
         "ExportReport",
+        "FinetuneReport",
         "Layout",
         "MoesaicError",
         "Recipe",
@@ -18,6 +19,7 @@ def test_public_names() -> None:
         "convert",
         "explain",
         "export",
+        "finetune",
         "load_recipe",
         "perplexity",
     ]

@@ -6,6 +6,7 @@ from moesaic.convert import convert
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.export import ExportReport, explain, export
+from moesaic.finetune import FinetuneReport, finetune
 from moesaic.layout import Layout
 from moesaic.recipe import RECIPES, Recipe, load_recipe
 from moesaic.report import ConversionReport
@@ -14,6 +15,7 @@ __all__ = [
     "RECIPES",
     "ConversionReport",
     "ExportReport",
+    "FinetuneReport",
     "Layout",
     "MoesaicError",
     "Recipe",
@@ -22,6 +24,7 @@ __all__ = [
     "convert",
     "explain",
     "export",
+    "finetune",
     "load_recipe",
     "perplexity",
 ]

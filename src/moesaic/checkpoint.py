@@ -68,6 +68,9 @@ def check_output(output: Path, overwrite: bool, resume: bool) -> None:
 
 
 def _made_by_us(folder: Path) -> bool:
+    adapter = (folder / "adapter_config.json").is_file()
+    if adapter and (folder / "moesaic_finetune.json").is_file():
+        return not folder.is_symlink()
     try:
         config = json.loads((folder / "config.json").read_text())
         return bool(config["model_type"] == "moesaic") and not folder.is_symlink()
@@ -90,15 +93,19 @@ def check_space(output: Path, needed: int) -> None:
 
 
 @contextmanager
-def writing(draft: Path) -> Iterator[None]:
+def writing(draft: Path, kept: str = "finished layers") -> Iterator[None]:
     """Turns a full disk or a forbidden folder into one line that says what is kept."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if isinstance(error, RuntimeError):  # torch.save's, which does not say why
+            if "inline_container" not in str(error):
+                raise
+            full = full or shutil.disk_usage(draft.parent).free < 2**20
         if full:
             raise UnfinishedError(
-                f"no space left on the disk; finished layers are kept in {draft}: make room and "
+                f"no space left on the disk; {kept} are kept in {draft}: make room and "
                 "run again with --resume"
             ) from error
         raise UnfinishedError(f"cannot write {draft}: {error}") from error
@@ -248,6 +255,12 @@ def finish(draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[st
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    take_name(draft, output)
+
+
+def take_name(draft: Path, output: Path) -> None:
+    """Gives the finished folder in the draft its name; what had it goes only then."""
+    folder = draft / _MODEL
     for path in (*folder.iterdir(), folder):
         _sync(path)
     if output.exists():

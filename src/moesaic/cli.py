@@ -23,6 +23,7 @@ from typer.exceptions import TyperException
 from moesaic import _version, demo_run
 from moesaic.cli_compare import compare_command
 from moesaic.cli_export import export_command
+from moesaic.cli_finetune import finetune_command
 from moesaic.cli_flops import flops_command
 from moesaic.convert import convert as convert_model
 from moesaic.errors import MoesaicError
@@ -52,6 +53,7 @@ app = typer.Typer(
 app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("flops")(flops_command)
+app.command("finetune")(finetune_command)
 
 
 @app.command()

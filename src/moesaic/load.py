@@ -36,6 +36,11 @@ def resolve(model: str | Path) -> str:
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
+            if (path / "adapter_config.json").is_file():
+                raise MoesaicError(
+                    f"{path} is a PEFT adapter, and a whole model is needed here: fine-tune with "
+                    "--merge, or load it with PEFT and save merge_and_unload()"
+                )
             raise MoesaicError(f"{path} is no model folder: it has no config.json")
         return str(path)
     if path.exists():

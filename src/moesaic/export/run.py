@@ -193,7 +193,7 @@ def _reasons(config: Any, format: str, tokenizer: Any, trained: set[str]) -> lis
     if "expert_scale" in trained:
         reasons.append(
             "its gates were trained (expert_scale is not 0), stock gates depend on scores alone; "
-            "serve it as it is (docs/serving.md)"
+            "serve it as it is (docs/serving.md), or fine-tune with --scale-lr 0"
         )
     if "selection_bias" in trained and target == "qwen2_moe":
         reasons.append("its router has a selection bias, qwen2_moe has none; glm4_moe may fit")

@@ -76,7 +76,7 @@ class MoesaicBlock(nn.Module):
                 routed_TD = self.experts(x_TD, *self.router(x_TD))
             else:
                 # Every pair as a token of its own with one expert: as much work as pairs.
-                token_P, expert_P, gate_P = self.router.pairs(x_TD)
+                token_P, expert_P, gate_P = self.router(x_TD)
                 routed_PD = self.experts(x_TD[token_P], expert_P[:, None], gate_P[:, None])
                 routed_TD = torch.zeros_like(x_TD).index_add_(0, token_P, routed_PD)
             y_TD = routed_TD if y_TD is None else y_TD + routed_TD

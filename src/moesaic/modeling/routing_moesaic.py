@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.utils.generic import maybe_autocast
 
 from .configuration_moesaic import MoesaicConfig
 
@@ -30,7 +31,8 @@ class MoesaicProjection(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(x.float(), self.weight.float(), bias)
+        with maybe_autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x.float(), self.weight.float(), bias)
 
 
 class MoesaicRouter(nn.Module):
@@ -41,7 +43,8 @@ class MoesaicRouter(nn.Module):
     an expert by that neuron's hidden activation, act(gate(x)) * up(x), or act(up(x)) in a family
     whose FFN has no gate (`representative`: paper, Section 4.2).
 
-    Gating: `topk` runs the K experts of largest score + selection_bias; `threshold` runs every
+    Gating: `topk` runs the K experts of largest score + selection_bias (of largest probability +
+    selection_bias where representatives score: Section 4.3); `threshold` runs every
     expert whose score + selection_bias is above zero, at least the first and at most `cap`. The
     gate of a chosen expert is 1 + softmax(scores) * expert_scale (Section 4.3), which is exactly
     1 until expert_scale is trained; selection_bias moves who is chosen and never the gate.
@@ -65,6 +68,7 @@ class MoesaicRouter(nn.Module):
                 self.gate_proj = nn.Linear(hidden, num_routed, bias=ffn["bias"])
             self.up_proj = nn.Linear(hidden, num_routed, bias=ffn["bias"])
         self.act_fn = ACT2FN[ffn["activation"]]
+        self.by_probability = self.score_proj is None and self.gating == "topk"
         # Both in float32 in a model of any dtype: training moves them by less than bf16 resolves.
         self.expert_scale = nn.Parameter(torch.zeros(num_routed, dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(num_routed, dtype=torch.float32))
@@ -89,10 +93,12 @@ class MoesaicRouter(nn.Module):
             scores_TR = self.act_fn(self.gate_proj(x_TD)) * up_TR
         return (scores_TR.abs() if self.absolute else scores_TR).float()
 
-    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Top-k gating: chosen experts (T, K) and their gates (T, K), in float32."""
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Top-k gating: chosen experts (T, K) and their gates (T, K), in float32; else `pairs`."""
+        if self.gating == "threshold":
+            return self.pairs(x_TD)
         scores_TR = self.scores(x_TD)
-        index_TK = (scores_TR + self.selection_bias).topk(self.num_active, dim=-1).indices
+        index_TK = self.biased(scores_TR).topk(self.num_active, dim=-1).indices
         return index_TK, self._gates(scores_TR).gather(1, index_TK)
 
     def pairs(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,9 +107,23 @@ class MoesaicRouter(nn.Module):
         token_P, expert_P = self.choose(scores_TR).nonzero(as_tuple=True)
         return token_P, expert_P, self._gates(scores_TR)[token_P, expert_P]
 
+    def ranked(self, scores_TR: torch.Tensor) -> torch.Tensor:
+        """What the bias is added to (T, R): scores, or probabilities where representatives score.
+
+        Those keep the scores' order, but where they underflow they tie: without a bias the
+        scores themselves rank, as they did before training.
+        """
+        if not self.by_probability:
+            return scores_TR
+        return torch.where(self.selection_bias.any(), scores_TR.softmax(dim=-1), scores_TR)
+
+    def biased(self, scores_TR: torch.Tensor) -> torch.Tensor:
+        """What experts are chosen by (T, R)."""
+        return self.ranked(scores_TR) + self.selection_bias
+
     def choose(self, scores_TR: torch.Tensor) -> torch.Tensor:
         """Which experts run (T, R), under either gating."""
-        biased_TR = scores_TR + self.selection_bias
+        biased_TR = self.biased(scores_TR)
         return choose_experts(biased_TR, self.gating, self.num_active, self.cap)
 
     def _gates(self, scores_TR: torch.Tensor) -> torch.Tensor:

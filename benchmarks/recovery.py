@@ -1,0 +1,231 @@
+"""Recovery by light fine-tuning, at equal tokens: what each loss, sample and recipe is worth.
+
+    python benchmarks/recovery.py WHAT [--model demo] [--data demo] [--samples 512] [--seeds 3]
+
+WHAT is table (recipes, training-free, plain and distilled), mixes (losses of a distilled run),
+rates (learning rates) or samples (data efficiency). Converts and trains in memory and writes
+Markdown to standard output, one row per run as it ends. Every run of a seed sees the same
+calibration windows, training windows and evaluation text; none of the last is trained on. The
+row "dense" is fine-tuned on the same windows, and ratios are over that row at the same loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+import moesaic
+from moesaic.data import sample_windows, to_ids
+from moesaic.evaluate import perplexity
+from moesaic.finetune.balance import measure_loads, refit_thresholds
+from moesaic.finetune.distill import Mix
+from moesaic.finetune.lora import merge
+from moesaic.finetune.prepare import DISTILLED, DISTILLED_LR, PLAIN_LR, draw_windows
+from moesaic.finetune.train import Machine, Settings, train
+from moesaic.load import load_model, load_tokenizer
+from moesaic.prepare import hold_out
+
+PLAIN = Mix()
+MIXES = {
+    "next token": Mix(),
+    "logits": Mix(0, 1, 0),
+    "FFNs": Mix(0, 0, 1),
+    "next token + logits": Mix(0.5, 0.5, 0),
+    "next token + FFNs": Mix(1, 0, 1),
+    "logits + FFNs": Mix(0, 1, 1),
+    "all three": Mix(0.5, 0.5, 0.5),
+}
+RATES = (5.95e-5, 3e-4, 1e-3, 3e-3)
+SAMPLES = (0, 64, 256, 1024, 2048)
+
+
+class Bench:
+    """One model and its texts."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        tokenizer = load_tokenizer(arguments.model)
+        self.dense = load_model(arguments.model, "float32")
+        self.length = min(arguments.length, self.dense.config.max_position_embeddings)
+        ids = to_ids(arguments.data, tokenizer)
+        self.ids, self.heldout, _ = hold_out(ids, arguments.data, tokenizer, self.length)
+        assert self.heldout is not None
+        self.kept: tuple[Any, Any] = (None, None)  # the last conversion, by what it was
+
+    def perplexity(self, model: Any) -> float:
+        return perplexity(model, self.heldout, self.length, self.arguments.max_tokens)[0]
+
+    def converted(self, recipe: str, sparsity: float, seed: int) -> Any:
+        if self.kept[0] != (recipe, sparsity, seed):
+            calibration = sample_windows(self.ids, 32_768 // self.length, self.length, seed)
+            model, _ = moesaic.convert(
+                load_model(self.arguments.model, "float32"), recipe, sparsity=sparsity,
+                grain=self.arguments.grain, calibration=calibration, seed=seed,
+            )  # fmt: skip
+            self.kept = (recipe, sparsity, seed), model
+        return copy.deepcopy(self.kept[1])
+
+    def settings(self, seed: int, **changes: Any) -> Settings:
+        base = Settings(
+            samples=self.arguments.samples, sequence_length=self.length,
+            batch_size=self.arguments.batch_size, seed=seed,
+        )  # fmt: skip
+        return replace(base, **changes)
+
+    def trained(self, model: Any, settings: Settings) -> tuple[float, dict[str, Any]]:
+        """Perplexity after training, and what else was seen."""
+        started = time.perf_counter()
+        windows = draw_windows(self.ids, settings.samples, self.length, settings.seed)
+        teacher = None if settings.mix == PLAIN else self.dense
+        done = train(model, windows, settings, Machine(use_cpu=True), teacher)
+        with torch.no_grad():
+            refit_thresholds(done.model, windows[: max(1, 8192 // self.length)])
+        merged = merge(done.model)
+        minutes = (time.perf_counter() - started) / 60
+        after = measure_loads(merged, windows[: max(1, 8192 // self.length)])
+
+        def worst(loads: Any) -> float:
+            return max(row["max_over_mean"] for row in loads.to_dict()) if loads else 1.0
+
+        return self.perplexity(merged), {
+            "minutes": minutes,
+            "load before": worst(done.loads_before),
+            "load after": worst(after),
+        }
+
+
+def say(row: dict[str, Any]) -> None:
+    """A row as JSON to the log and nothing else: tables are made at the end."""
+    print(json.dumps(row), flush=True)
+
+
+def spread(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+
+
+def table(bench: Bench) -> list[dict[str, Any]]:
+    arguments, rows = bench.arguments, []
+    base = bench.perplexity(bench.dense)
+    losses = {"plain": (PLAIN, arguments.lora_lr), "distilled": (DISTILLED, DISTILLED_LR)}
+    if arguments.paper:
+        losses = {"paper's rate": (PLAIN, PLAIN_LR)} | losses
+    for seed in range(arguments.seeds):
+        row = {"recipe": "dense", "sparsity": 0, "seed": seed, "free": base}
+        for name, (mix, rate) in losses.items():
+            if mix == PLAIN:
+                model = load_model(arguments.model, "float32")
+                row[name], _ = bench.trained(model, bench.settings(seed, lora_lr=rate))
+        say(row)
+        rows.append(row)
+        for sparsity in arguments.sparsity:
+            for recipe in arguments.recipes.split(","):
+                row = {"recipe": recipe, "sparsity": sparsity, "seed": seed}
+                for name, (mix, rate) in losses.items():
+                    model = bench.converted(recipe, sparsity, seed)
+                    row["layout"] = model.config.moesaic["layout"]
+                    row.setdefault("free", bench.perplexity(model))
+                    settings = bench.settings(seed, lora_lr=rate, mix=mix)
+                    row[name], found = bench.trained(model, settings)
+                    row |= {f"{name}: {key}": value for key, value in found.items()}
+                say(row)
+                rows.append(row)
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Means over seeds; in brackets over the dense model, fine-tuned by plain loss."""
+    names = [n for n in ("free", "paper's rate", "plain", "distilled") if any(n in r for r in rows)]
+    keys = dict.fromkeys((row["sparsity"], row["recipe"], row.get("layout", "")) for row in rows)
+    dense = statistics.mean(r["plain"] for r in rows if r["recipe"] == "dense")
+    print("| skipped | recipe | layout | " + " | ".join(names) + " |")
+    print("|---" * (3 + len(names)) + "|")
+    for sparsity, recipe, layout in keys:
+        here = [r for r in rows if (r["sparsity"], r["recipe"]) == (sparsity, recipe)]
+        cells = []
+        for name in names:
+            values = [row[name] for row in here if name in row]
+            over = f" ({statistics.mean(values) / dense:.3f})" if values else ""
+            cells.append(spread(values) + over if values else "")
+        print(f"| {sparsity:.0%} | {recipe} | {layout} | " + " | ".join(cells) + " |")
+
+
+def variants(bench: Bench, what: str) -> None:
+    """Mixes, rates or samples: one recipe and sparsity, one row each."""
+    arguments = bench.arguments
+    recipe, sparsity = arguments.recipes.split(",")[0], arguments.sparsity[0]
+    for seed in range(arguments.seeds):
+        if what == "mixes":
+            cases = {
+                f"{name}, {rate:g}": {"mix": mix, "lora_lr": rate}
+                for rate in arguments.rates
+                for name, mix in MIXES.items()
+                if not arguments.only or name in arguments.only.split(",")
+            }
+        elif what == "rates":
+            cases = {
+                f"{name}, {rate:g}": {"mix": mix, "lora_lr": rate}
+                for rate in arguments.rates or RATES
+                for name, mix in (("plain", PLAIN), ("distilled", DISTILLED))
+            }
+        else:
+            cases = {
+                f"{name}, {count}": {"mix": mix, "lora_lr": rate, "samples": count}
+                for count in SAMPLES
+                for name, mix, rate in (
+                    ("plain", PLAIN, arguments.lora_lr),
+                    ("distilled", DISTILLED, DISTILLED_LR),
+                )
+                if count <= arguments.samples
+            }
+        for name, changes in cases.items():
+            model = bench.converted(recipe, sparsity, seed)
+            found: dict[str, Any] = {}
+            if changes.get("samples") == 0:
+                value = bench.perplexity(model)
+            else:
+                value, found = bench.trained(model, bench.settings(seed, **changes))
+            say({"case": name, "recipe": recipe, "sparsity": sparsity, "seed": seed,
+                 "perplexity": value, **found})  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=["table", "mixes", "rates", "samples"])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--data", default="demo")
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--lora-lr", type=float, default=1e-3, help="of the plain runs")
+    parser.add_argument("--rates", type=float, nargs="*", default=[1e-3])
+    parser.add_argument("--paper", action="store_true", help="plain at the paper's rate as well")
+    parser.add_argument("--recipes", default="moesaic,cmoe,static")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.25, 0.5])
+    parser.add_argument("--grain", default="medium")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=32_768)
+    parser.add_argument("--only", default="", help="mixes: only these")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    print(f"# {Path(arguments.model).name}: {vars(arguments)}", flush=True)
+    bench = Bench(arguments)
+    if arguments.what == "table":
+        print_table(table(bench))
+    else:
+        variants(bench, arguments.what)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""LoRA around a converted (or dense) model through PEFT, and its weights folded in again.
+
+Attention and the shared expert are nn.Linear modules; the routed experts are fused 3-D parameters;
+the router is trained whole, with its bias, and saved beside the LoRA weights (`modules_to_save`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from moesaic.modeling import MoesaicBlock, MoesaicRouter
+
+NAME = "default"  # of the adapter
+
+
+def blocks_of(model: Any) -> list[MoesaicBlock]:
+    """The MoE block of every layer, wrapped by PEFT or not."""
+    return [module for module in model.modules() if isinstance(module, MoesaicBlock)]
+
+
+def routers_of(model: Any) -> list[Any]:
+    """The router that runs in every layer: with PEFT the trained copy."""
+    found = []
+    for block in blocks_of(model):
+        router: Any = block.router
+        if router is not None:
+            copies = getattr(router, "modules_to_save", None)
+            found.append(router if copies is None else copies[NAME])
+    return found
+
+
+def targets(model: Any) -> tuple[list[str], list[str]]:
+    """Names of the linear modules and of the fused expert parameters that get LoRA weights.
+
+    Every linear module inside a layer but the router's; the output head stays as it is.
+    """
+    routers = [name for name, module in model.named_modules() if isinstance(module, MoesaicRouter)]
+    modules = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and any(part.isdigit() for part in name.split("."))
+        and not any(name.startswith(f"{router}.") for router in routers)
+    ]
+    experts = {
+        f"experts.{name}"
+        for block in blocks_of(model)
+        if block.experts is not None
+        for name, parameter in block.experts.named_parameters()
+        if parameter.ndim == 3
+    }
+    return modules, sorted(experts)
+
+
+def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
+    """The model with LoRA weights that change nothing yet; they and the router are trainable.
+
+    Trainable weights are float32 in a model of any dtype. Neurons that only pad an expert stay
+    without effect: their columns of the LoRA factor of W_down start at zero, and where both
+    sides of a neuron are zero neither gets a gradient.
+    """
+    modules, parameters = targets(model)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type] # any number
+        target_modules=modules,
+        target_parameters=parameters or None,
+        modules_to_save=["router"] if parameters else None,
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():  # GPT-2's transposed modules are found out one by one
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        wrapped = get_peft_model(model, config)
+    with torch.no_grad():
+        for module in wrapped.modules():
+            if getattr(module, "parameter_name", None) == "down_proj":
+                factor: Any = module
+                size = model.config.moesaic["expert_size"]
+                factor.lora_A[NAME].weight[:, size:] = 0
+    freeze(wrapped, freeze_router)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return wrapped
+
+
+def freeze(wrapped: Any, freeze_router: bool) -> None:
+    """With `freeze_router` only expert_scale of a router is trained. (PEFT thaws it on loading.)"""
+    for router in routers_of(wrapped):
+        for name, parameter in router.named_parameters():
+            parameter.requires_grad_(name == "expert_scale" or not freeze_router)
+
+
+def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[str, Any]]:
+    """The optimizer's groups: expert_scale with a learning rate of its own."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    scales = [p for name, p in trained if name.endswith("expert_scale")]
+    others = [p for name, p in trained if not name.endswith("expert_scale")]
+    groups = [{"params": others, "lr": lora_lr}, {"params": scales, "lr": scale_lr}]
+    return [group for group in groups if group["params"]]
+
+
+@torch.no_grad()
+def merge(wrapped: PeftModel) -> Any:
+    """The model with its LoRA weights added to its own, as it was before `wrap`.
+
+    Padding neurons are set to zero again: W_down's LoRA may be anything there, where the hidden
+    state is zero, so the outputs are the same.
+    """
+    model: Any = wrapped.merge_and_unload()
+    for block in blocks_of(model):
+        if block.experts is not None and block.router is not None:
+            clear_padding(block.experts, model.config.moesaic)
+            for name, parameter in block.router.named_parameters():
+                if name != "expert_scale":
+                    parameter.data = parameter.data.to(model.dtype)
+    return model.requires_grad_(True).eval()
+
+
+def clear_padding(experts: Any, moe: dict[str, Any]) -> None:
+    """Sets the neurons beyond `expert_size` to zero, in place."""
+    size, padded = moe["expert_size"], moe["padded_size"]
+    experts.down_proj[:, :, size:] = 0
+    stacked = experts.gate_up_proj if moe["ffn"]["gated"] else experts.up_proj
+    stacked.unflatten(1, (-1, padded))[:, :, size:] = 0

@@ -1,0 +1,86 @@
+"""MoE blocks for training: every expert on every token, and gates of 0 where none was chosen.
+
+The same outputs and gradients as the block's own, up to rounding. Where a large part of the
+experts run anyway this is faster than gathering each token once per expert, and it holds less:
+hidden states of R experts, not K copies of a token's input.
+
+Shape suffixes: T tokens, D hidden_size, R routed experts, M neurons of one as stored, N rows of
+its first matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moesaic.finetune.lora import blocks_of
+
+NAME = "moesaic_masked"
+WORTH = 0.25  # share of the experts that run from which on all are computed
+
+
+def masked_experts(
+    experts: Any, x_TD: torch.Tensor, _: torch.Tensor | None, gate_TR: torch.Tensor
+) -> torch.Tensor:
+    """Sum over all experts of gate * expert(x), as an implementation of transformers' seam."""
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    weight_RND, bias_RN = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    bias = None if bias_RN is None else bias_RN.flatten()
+    h_TRN = linear(x_TD, weight_RND.flatten(0, 1), bias).unflatten(1, weight_RND.shape[:2])
+    h_TRM = experts._apply_gate(h_TRN) if experts.has_gate else experts.act_fn(h_TRN)
+    h_TRM = h_TRM * gate_TR[:, :, None].to(h_TRM.dtype)
+    return linear(h_TRM.flatten(1), experts.down_proj.transpose(0, 1).flatten(1))
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, masked_experts)
+
+
+def all_gates(router: Any, x_TD: torch.Tensor) -> torch.Tensor:
+    """Gates (T, R) under either gating, 0 for experts that do not run."""
+    chosen = router(x_TD)
+    gate_TR: torch.Tensor = chosen[-1].new_zeros(len(x_TD), len(router.selection_bias))
+    if router.gating == "topk":
+        index_TK, gate_TK = chosen
+        return gate_TR.scatter(1, index_TK, gate_TK)
+    token_P, expert_P, gate_P = chosen
+    return gate_TR.index_put((token_P, expert_P), gate_P)
+
+
+def _forward(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+    y_TD: torch.Tensor = block.experts(x_TD, None, all_gates(block.router, x_TD))
+    if block.shared_expert is not None:
+        y_TD = block.shared_expert(x_TD) + y_TD
+    if block.output_bias is not None:
+        y_TD = y_TD + block.output_bias
+    return y_TD.view_as(hidden_states)
+
+
+@contextmanager
+def masked(model: Any) -> Iterator[None]:
+    """Blocks of a model, wrapped by PEFT or not, compute all experts for a while, if worth it."""
+    moe = getattr(model.config, "moesaic", {})
+    if moe.get("num_active", 0) <= WORTH * moe.get("num_routed", 0):
+        yield
+        return
+    kept = []
+    for block in blocks_of(model):
+        experts: Any = block.experts
+        config = (
+            experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts
+        ).config
+        kept.append((block, config, config._experts_implementation_internal))
+        config._experts_implementation_internal = NAME
+        block.forward = partial(_forward, block)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block, config, implementation in reversed(kept):
+            config._experts_implementation_internal = implementation
+            del block.forward

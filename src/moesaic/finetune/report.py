@@ -1,0 +1,100 @@
+"""What a fine-tuning did: as data, and as the model card."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moesaic.finetune.balance import Loads
+
+
+@dataclass
+class FinetuneReport:
+    """Perplexities are on held-out text, None where nothing was held out.
+
+    `perplexity` is the trained model's as it was trained, `folded_perplexity` with its gates
+    folded into the experts; `folded` says whether that is what was written.
+    """
+
+    model: str
+    data: str
+    distill: str | None
+    settings: dict[str, Any]
+    merged: bool
+    heldout: str | None
+    heldout_tokens: int = 0
+    perplexity_before: float | None = None
+    perplexity: float | None = None
+    folded_perplexity: float | None = None
+    folded: bool = False
+    loads_before: list[dict[str, Any]] = field(default_factory=list)
+    loads_after: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def loads(self, before: Loads | None, after: Loads | None) -> None:
+        self.loads_before = before.to_dict() if before is not None else []
+        self.loads_after = after.to_dict() if after is not None else []
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def recipe(self) -> dict[str, Any]:
+        """What the configuration of the model keeps."""
+        names = ("data", "distill", "settings", "folded")
+        return {name: value for name, value in self.to_dict().items() if name in names}
+
+
+def finetune_card(report: FinetuneReport, command: str | None) -> str:
+    """README.md of a fine-tuned model or adapter."""
+    values = report.settings
+    name = Path(report.model).name
+    front: dict[str, Any] = {"library_name": "transformers" if report.merged else "peft"}
+    front |= {"pipeline_tag": "text-generation", "tags": ["moesaic", "mixture-of-experts"]}
+
+    def shown(value: float | None) -> str:
+        return "not measured: nothing was held out" if value is None else f"{value:.4f}"
+
+    rows = [
+        ("Converted model", report.model),
+        ("Text", f"{report.data}: {values['samples']} x {values['sequence_length']} tokens, "
+                 f"{values['epochs']} epoch(s)"),
+        ("Imitates", report.distill or "nothing: next-token loss alone"),
+        ("LoRA", f"rank {values['rank']}, alpha {values['alpha']:g}, learning rate "
+                 f"{values['lora_lr']:g}; expert_scale {values['scale_lr']:g}"),
+        ("Perplexity before", shown(report.perplexity_before)),
+        ("Perplexity after", shown(report.perplexity)),
+    ]  # fmt: skip
+    if report.folded_perplexity is not None:
+        kept = "written" if report.folded else "not written: it loses too much"
+        rows.append(("With gates folded", f"{report.folded_perplexity:.4f} ({kept})"))
+    if report.heldout:
+        rows.append(("Measured on", f"{report.heldout}, {report.heldout_tokens} tokens"))
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
+    load = 'AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")'
+    if not report.merged:
+        load = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({report.model!r}), "PATH_TO_THIS_FOLDER")'  # noqa: E501
+    how = f"\nCommand:\n\n    {command}\n" if command else ""
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False).strip()}
+---
+
+# {name}, fine-tuned
+
+{"A mixture of experts" if report.merged else "A PEFT adapter for a mixture of experts"} made by
+moesaic, recovered by light fine-tuning.
+
+| | |
+|---|---|
+{table}
+{how}
+Use, with moesaic installed:
+
+    import moesaic
+    {load}
+
+Loads of the experts before and after are in `moesaic_finetune.json` and `loads.png`, the losses in
+`learning_curve.csv`.
+"""

@@ -1,0 +1,226 @@
+"""One fine-tuning: checks, text, training in DIR.partial, merge, and a folder that is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from moesaic import checkpoint
+from moesaic.evaluate.perplexity import perplexity
+from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
+from moesaic.finetune.curves import curve_csv, curve_png, loads_png
+from moesaic.finetune.fold import fold_scale, mean_gates
+from moesaic.finetune.lora import blocks_of, routers_of
+from moesaic.finetune.lora import merge as merge_lora
+from moesaic.finetune.prepare import Ready, prepare
+from moesaic.finetune.report import FinetuneReport, finetune_card
+from moesaic.finetune.train import Machine, gather, train
+from moesaic.load import load_model
+from moesaic.search import HELDOUT_TOKENS
+
+FOLD_LOSS = 1.001  # perplexity over the unfolded model's up to which the gates are folded
+LOAD_TOKENS = 8192  # of the training text, on which loads, gates and thresholds are measured
+SHARD_SIZE = "5GB"
+
+
+def finetune(
+    model: str | Path,
+    output: str | Path,
+    data: Any = None,
+    *,
+    samples: int = 2048,
+    sequence_length: int | None = None,
+    epochs: int = 1,
+    batch_size: int = 16,
+    rank: int = 8,
+    alpha: float = 32,
+    lora_lr: float | None = None,
+    scale_lr: float = 1e-3,
+    balance_rate: float = 1e-3,
+    distill: str | Path | None = None,
+    freeze_router: bool = False,
+    merge: bool = True,
+    micro_batch: int | None = None,
+    gradient_checkpointing: bool = False,
+    checkpoint_every: int | None = None,
+    tensorboard: str | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    trust_remote_code: bool = False,
+    command: str | None = None,
+    progress: bool = False,
+) -> FinetuneReport:
+    """Recovers a converted model's quality by light fine-tuning (paper, Section 4.3).
+
+    LoRA weights of `rank` and `alpha` in attention and experts, the routers (unless frozen) and
+    expert_scale are trained by Adam on `samples` windows of `data`, a SOURCE (wikitext2 unless
+    given, or demo for what came from the demo model); after every
+    optimiser step the selection biases move by `balance_rate` towards equal loads. `distill`
+    names the dense model: its logits and FFNs are then imitated as well. `merge` writes a model
+    like the one given, otherwise `output` is a PEFT adapter for it. Measures perplexity on
+    held-out text and loads before and after; writes the learning curve beside the weights.
+
+    Runs alone or under `accelerate launch`. Raises MoesaicError for bad input, leaving nothing
+    behind, and for a loss that stops being finite or a full disk, leaving the checkpoints in
+    DIR.partial. Costs about three forward passes per token, four with `distill`; memory: the
+    model, the dense one with `distill`, and activations of `micro_batch` windows.
+    """
+    started = time.perf_counter()
+    target = Path(output).absolute()
+    ready = prepare(
+        model, target, data, distill=distill, samples=samples, sequence_length=sequence_length,
+        epochs=epochs, batch_size=batch_size, rank=rank, alpha=alpha, lora_lr=lora_lr,
+        scale_lr=scale_lr, balance_rate=balance_rate, freeze_router=freeze_router,
+        micro_batch=micro_batch, checkpoint_every=checkpoint_every, tensorboard=tensorboard,
+        seed=seed, device=device, overwrite=overwrite, resume=resume,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    settings = ready.settings
+    machine = Machine(
+        micro_batch, device == "cpu" or not torch.cuda.is_available(), gradient_checkpointing,
+        tensorboard, checkpoint_every, progress,
+    )  # fmt: skip
+    state = PartialState(cpu=machine.use_cpu)
+    loaded = load_model(model, dtype, trust_remote_code)
+    dense = None if distill is None else load_model(distill, dtype, trust_remote_code)
+    if dense is not None:
+        ready.check_teacher(loaded, dense)
+    report = FinetuneReport(
+        model=str(model),
+        data=ready.source,
+        distill=None if distill is None else str(distill),
+        settings=settings.to_dict(),
+        merged=merge,
+        heldout=ready.heldout,
+    )
+    length = settings.sequence_length
+    if ready.heldout_ids is not None:
+        report.perplexity_before, report.heldout_tokens = perplexity(
+            loaded, ready.heldout_ids, length, HELDOUT_TOKENS
+        )
+    run = _fingerprint(ready, loaded, report, state.num_processes)
+    alone = state.is_main_process
+    with checkpoint.open_draft(target, run, resume) if alone else nullcontext():
+        state.wait_for_everyone()
+        draft = checkpoint.draft_folder(target)
+        with checkpoint.writing(draft, "checkpoints"):
+            trained = train(
+                loaded, ready.windows_NL, settings, machine, dense, draft / "trainer", resume
+            )
+        if not alone:
+            return report
+        if trained.sharded is not None:
+            gather(trained, load_model(model, dtype, trust_remote_code), settings)
+        few = ready.windows_NL[: max(1, LOAD_TOKENS // length)]
+        with torch.no_grad():
+            refit_thresholds(trained.model, few)
+        report.loads(trained.loads_before, after := measure_loads(trained.model, few))
+        heldout = (ready.heldout_ids, length)
+        folder = draft / "model"
+        with checkpoint.writing(draft, "checkpoints"):
+            _save(trained.model, folder, merge, ready, report, few, heldout)
+            report.seconds = time.perf_counter() - started
+            _write_files(folder, report, trained.history, trained.loads_before, after, command)
+            checkpoint.take_name(draft, target)
+    return report
+
+
+def _save(
+    wrapped: Any,
+    folder: Path,
+    merge: bool,
+    ready: Ready,
+    report: FinetuneReport,
+    few_NL: torch.Tensor,
+    heldout: tuple[torch.Tensor | None, int],
+) -> None:
+    """Writes the adapter, or the merged model with its gates folded where that costs little."""
+
+    def measured(model: Any) -> float | None:
+        ids, length = heldout
+        return None if ids is None else perplexity(model.eval(), ids, length, HELDOUT_TOKENS)[0]
+
+    shutil.rmtree(folder, ignore_errors=True)  # a killed run may have begun to write it
+    folder.mkdir()
+    wrapped.config.use_cache = True
+    report.perplexity = measured(wrapped)
+    if not merge:
+        wrapped.save_pretrained(folder)
+        if ready.tokenizer is not None:
+            ready.tokenizer.save_pretrained(folder)
+        return
+    model = merge_lora(wrapped)
+    router = model.config.moesaic["router"]
+    if routers_of(model) and (router["kind"], router["gating"]) == ("linear", "topk"):
+        scales = [router.expert_scale.clone() for router in routers_of(model)]
+        downs = [block.experts.down_proj.clone() for block in _routed(model)]
+        fold_scale(model, mean_gates(model, few_NL))
+        report.folded_perplexity = measured(model)
+        whole, folded = report.perplexity, report.folded_perplexity
+        report.folded = whole is None or folded is None or folded <= FOLD_LOSS * whole
+        if not report.folded:
+            for block, scale_R, down in zip(_routed(model), scales, downs, strict=True):
+                block.router.expert_scale.data.copy_(scale_R)
+                block.experts.down_proj.data.copy_(down)
+    model.config.moesaic["finetune"] = report.recipe()
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+    if ready.tokenizer is not None:
+        ready.tokenizer.save_pretrained(folder)
+
+
+def _routed(model: Any) -> list[Any]:
+    return [block for block in blocks_of(model) if block.router is not None]
+
+
+def _write_files(
+    folder: Path,
+    report: FinetuneReport,
+    history: list[dict[str, float]],
+    before: Loads | None,
+    after: Loads | None,
+    command: str | None,
+) -> None:
+    (folder / "learning_curve.csv").write_text(curve_csv(history), "utf-8")
+    (folder / "learning_curve.png").write_bytes(curve_png(history))
+    if before is not None and after is not None:
+        (folder / "loads.png").write_bytes(loads_png(before, after))
+    text = json.dumps(report.to_dict(), indent=2) + "\n"
+    (folder / "moesaic_finetune.json").write_text(text, "utf-8")
+    (folder / "README.md").write_text(finetune_card(report, command), "utf-8")
+    for path in folder.iterdir():  # safetensors makes private files
+        path.chmod((folder.stat().st_mode & 0o666) | 0o600)
+
+
+def _fingerprint(
+    ready: Ready, model: Any, report: FinetuneReport, processes: int
+) -> dict[str, Any]:
+    """What must be equal for checkpoints to be worth going on with."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().sum(dtype=torch.double).cpu().numpy().tobytes())
+    windows = hashlib.sha256(ready.windows_NL.numpy().tobytes()).hexdigest()
+    return {
+        "model": report.model,
+        "weights": digest.hexdigest(),
+        "distill": report.distill,
+        "settings": json.loads(json.dumps(asdict(ready.settings))),
+        "merge": report.merged,
+        "training tokens": windows,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "processes": processes,
+        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
+    }

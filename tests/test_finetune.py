@@ -1,0 +1,456 @@
+"""Fine-tuning: what is trained, what is saved, and what a crash leaves."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import errno
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic import cli
+from moesaic.errors import MoesaicError
+from moesaic.finetune.balance import measure_loads
+from moesaic.finetune.distill import Mix
+from moesaic.finetune.fold import fold_scale, mean_gates
+from moesaic.finetune.lora import blocks_of, merge, parameter_groups, routers_of, wrap
+from moesaic.finetune.masked import masked
+from moesaic.finetune.prepare import draw_windows
+from moesaic.finetune.train import Machine, RecoveryTrainer, Settings, Trained, gather, train
+from moesaic.load import load_model
+from tests.families import CONTEXT, tiny_model, tokens
+from tests.stock_models import converted_folder, dense_model, tokenizer
+
+TEXT = "the cat sat in a hat and the rat in a bin. a dog ran on the mat, the sun is hot. " * 150
+CPU = Machine(use_cpu=True)
+IDS = tokens(4, CONTEXT, seed=5)
+
+
+def converted(family: str = "qwen3", recipe: str = "moesaic", layout: str = "S2A3E8") -> Any:
+    model, _ = moesaic.convert(tiny_model(family), recipe, layout, tokens(8, CONTEXT, seed=1))
+    return model
+
+
+def settings(**changes: Any) -> Settings:
+    values = {"samples": 32, "sequence_length": CONTEXT, "batch_size": 8, "lora_lr": 3e-3}
+    return Settings(**values | changes)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+# --- what is trained ---------------------------------------------------------------------------
+
+
+def test_wrapping_changes_nothing_and_trains_all_it_should() -> None:
+    model = converted()
+    before = logits(model)
+    wrapped = wrap(model, 4, 8, freeze_router=False)
+    torch.testing.assert_close(logits(wrapped), before, rtol=1e-6, atol=1e-6)
+    trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
+    for part in ("q_proj", "o_proj", "shared_expert.up_proj", "experts", "expert_scale"):
+        assert sum(part in name for name in trained) >= 3, part  # of three layers
+    assert any("score_proj" in name for name in trained)
+    assert all("lora_" in n or "router.modules_to_save" in n for n in trained)
+    assert not any("head" in name or "embed" in name for name in trained)
+    scales = parameter_groups(wrapped, 1.0, 2.0)[1]
+    assert len(scales["params"]) == 3
+    assert scales["lr"] == 2.0
+
+
+def test_a_frozen_router_still_learns_its_scale() -> None:
+    wrapped = wrap(converted(), 4, 8, freeze_router=True)
+    trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
+    in_routers = {name for name in trained if "router" in name}
+    assert len(in_routers) == 3
+    assert all(name.endswith("expert_scale") for name in in_routers)
+
+
+@pytest.mark.parametrize("recipe", ["moesaic", "cmoe"])
+def test_the_scale_moves_and_lowers_the_loss(recipe: str) -> None:
+    """With everything else held still: LoRA and routers at a rate that rounds to nothing."""
+    model, windows = converted(recipe=recipe), tokens(64, CONTEXT, seed=2)
+    with torch.no_grad():
+        before = float(model(input_ids=windows, labels=windows).loss)
+    alone = settings(samples=64, lora_lr=1e-20, scale_lr=0.3, balance_rate=0, epochs=2)
+    done = train(model, windows, alone, CPU)
+    assert all(router.expert_scale.abs().max() > 0.1 for router in routers_of(done.model))
+    with torch.no_grad():
+        after = float(done.model.eval()(input_ids=windows, labels=windows).loss)
+    assert after < before - 0.01
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("llama", "moesaic"), ("gpt2", "cmoe"), ("opt", "moesaic"), ("phi3", "moesaic-dynamic"),
+     ("gemma2", "moesaic"), ("qwen2", "static")],
+)  # fmt: skip
+def test_merging_keeps_the_function_and_the_padding_silent(family: str, recipe: str) -> None:
+    """Experts of 6 neurons are stored as 8; without a gate a padded neuron could come alive."""
+    model = converted(family, recipe)
+    done = train(model, tokens(32, CONTEXT, seed=2), settings(lora_lr=3e-2), CPU)
+    before, padding = logits(done.model), None
+    merged = merge(done.model)
+    assert type(merged).__name__ == "MoesaicForCausalLM"
+    torch.testing.assert_close(logits(merged), before, rtol=1e-4, atol=1e-4)
+    for block in blocks_of(merged):
+        if block.experts is not None:
+            padding = block.experts.down_proj[:, :, 6:]
+            stacked = getattr(block.experts, "gate_up_proj", None)
+            stacked = block.experts.up_proj if stacked is None else stacked
+            rows = stacked.unflatten(1, (-1, 8))[:, :, 6:]
+            assert padding.abs().max() == 0
+            assert rows.abs().max() == 0
+    assert not any("lora" in name for name in merged.state_dict())
+
+
+def test_a_dense_model_trains_by_the_same_function() -> None:
+    """The fair reference; its FFNs get LoRA weights as well."""
+    windows = tokens(4, CONTEXT, seed=2).repeat(16, 1)
+    done = train(tiny_model("llama"), windows, settings(samples=64), CPU)
+    assert done.loads_before is None
+    assert done.history[-1]["loss"] < done.history[0]["loss"] - 0.1
+    assert any("mlp.down_proj.lora_A" in name for name, _ in done.model.named_parameters())
+
+
+def test_accumulation_and_checkpointing_change_rounding_only() -> None:
+    """One step of 8 windows at once, as 4 times 2, and with activations computed again."""
+    found = []
+    for machine in (
+        Machine(micro_batch=8, use_cpu=True),
+        Machine(micro_batch=2, use_cpu=True),
+        Machine(micro_batch=8, use_cpu=True, gradient_checkpointing=True),
+    ):
+        mix = settings(mix=Mix(1, 1, 1))
+        dense = tiny_model("qwen3")
+        found.append(train(converted(), tokens(32, CONTEXT, seed=2), mix, machine, dense))
+    assert len(found[0].history) == 4
+    for other in found[1:]:
+        for one, two in zip(found[0].history, other.history, strict=True):
+            for name in ("loss", "lm", "logits", "ffn"):
+                assert two[name] == pytest.approx(one[name], rel=2e-4)
+        for one, two in zip(routers_of(found[0].model), routers_of(other.model), strict=True):
+            torch.testing.assert_close(one.selection_bias, two.selection_bias)
+
+
+def test_shards_are_gathered_around_a_model_loaded_anew(tmp_path: Path) -> None:
+    model = converted()
+    fresh = copy.deepcopy(model)
+    done = train(model, tokens(32, CONTEXT, seed=2), settings(), CPU)
+    before = logits(done.model)
+    done.model.save_pretrained(tmp_path)  # as Trainer does with what FSDP gathered
+    found = Trained(None, [], None, tmp_path)
+    gather(found, fresh, settings())
+    torch.testing.assert_close(logits(found.model), before, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(merge(found.model)), before, rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_models_keep_their_dtype_and_train_in_float32() -> None:
+    model, _ = moesaic.convert(
+        tiny_model("llama").bfloat16(), "cmoe", "S2A3E8", tokens(8, CONTEXT, seed=1)
+    )
+    done = train(model, tokens(32, CONTEXT, seed=2), settings(), CPU)
+    assert all(p.dtype == torch.float32 for p in done.model.parameters() if p.requires_grad)
+    merged = merge(done.model)
+    for name, tensor in merged.state_dict().items():
+        fine = name.endswith(("expert_scale", "selection_bias"))
+        assert tensor.dtype == (torch.float32 if fine else torch.bfloat16), name
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("llama", "moesaic"), ("gpt2", "cmoe"), ("opt", "moesaic-dynamic"), ("qwen3", "cmoe")],
+)
+def test_computing_all_experts_under_a_mask_changes_nothing(family: str, recipe: str) -> None:
+    """Outputs and gradients of a wrapped model, gates and LoRA weights moved off their start."""
+    model = wrap(converted(family, recipe), 4, 8, freeze_router=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and ("lora_B" in name or "scale" in name):
+                parameter.normal_(std=0.05)
+    found = []
+    for context in (nullcontext(), masked(model)):
+        model.zero_grad()
+        with context:
+            loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.detach(), grads))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-3, atol=1e-6, msg=name)
+    assert not any("forward" in vars(block) for block in blocks_of(model))
+
+
+# --- gates folded into experts -----------------------------------------------------------------
+
+
+def test_folding_is_exact_where_the_gates_are_constant() -> None:
+    """Scores of zero: every probability is 1 / 6, and the bias alone chooses."""
+    model = converted()
+    with torch.no_grad():
+        for router in routers_of(model):
+            router.score_proj.weight.zero_()
+            router.expert_scale.copy_(torch.tensor([3.0, -1.0, 0.5, 2.0, 0.0, -2.0]))
+            router.selection_bias.copy_(torch.randn(6))
+    before, gates = logits(model), mean_gates(model, IDS)
+    chosen = measure_loads(model, IDS).count_LR > 0
+    expected = 1 + routers_of(model)[0].expert_scale / 6
+    for gate, runs in zip(gates, chosen, strict=True):
+        torch.testing.assert_close(gate, torch.where(runs, expected, 1.0))
+    fold_scale(model, gates)
+    torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
+    assert all(router.expert_scale.abs().max() == 0 for router in routers_of(model))
+
+
+# --- text --------------------------------------------------------------------------------------
+
+
+def test_windows_cover_the_text_evenly() -> None:
+    ids = torch.arange(1000)
+    windows = draw_windows(ids, 50, 10, seed=3)
+    assert windows.shape == (50, 10)
+    assert (windows[:, 1:] - windows[:, :-1] == 1).all()
+    starts = windows[:, 0].sort().values
+    edges = torch.arange(51) * 991 / 50
+    assert ((starts > edges[:-1] - 1) & (starts < edges[1:])).all()  # one in each fiftieth
+    assert not torch.equal(windows[:, 0], starts)
+    assert torch.equal(windows, draw_windows(ids, 50, 10, seed=3))
+    with pytest.raises(MoesaicError, match="the training text has 9 tokens, one sample needs 10"):
+        draw_windows(ids[:9], 5, 10, seed=3)
+
+
+# --- folders -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return converted_folder("llama", tmp_path_factory.mktemp("moe") / "moe")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dense")
+    dense_model("llama").save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def tuned(folder: Path, output: Path, **changes: Any) -> Any:
+    values = {"data": [TEXT], "samples": 64, "batch_size": 8, "lora_lr": 1e-3, "device": "cpu"}
+    return moesaic.finetune(str(folder), output, **values | changes)
+
+
+def test_a_folder_holds_all_and_exports(folder: Path, dense: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    report = tuned(folder, output, distill=str(dense))
+    assert report.perplexity < report.perplexity_before
+    assert report.folded
+    assert report.folded_perplexity == pytest.approx(report.perplexity, rel=1e-3)
+    assert not list(tmp_path.glob("*.partial*"))
+    names = {path.name for path in output.iterdir()}
+    assert names >= {
+        "model.safetensors", "config.json", "tokenizer.json", "README.md", "learning_curve.csv",
+        "learning_curve.png", "loads.png", "moesaic_finetune.json", "modeling_moesaic.py",
+    }  # fmt: skip
+    rows = list(csv.DictReader((output / "learning_curve.csv").read_text().splitlines()))
+    assert [int(row["samples"]) for row in rows] == list(range(8, 65, 8))
+    assert set(rows[0]) >= {"loss", "lm", "logits", "ffn"}
+    kept = json.loads((output / "moesaic_finetune.json").read_text())
+    assert len(kept["loads_before"]) == len(kept["loads_after"]) == 3
+    model = load_model(output)
+    assert model.config.moesaic["finetune"]["settings"]["samples"] == 64
+    moved = [router.selection_bias.abs().max() for router in routers_of(model)]
+    assert all(bias > 0 for bias in moved)  # saved with the model
+    length, ids = 64, tokenizer()(TEXT)["input_ids"]
+    held = torch.tensor(ids)[-(len(ids) // 10) :]
+    value, _ = moesaic.perplexity(model, held, length)
+    assert value == pytest.approx(report.folded_perplexity, rel=1e-5)
+    exported = moesaic.export(str(output), "glm4_moe", tmp_path / "stock")
+    assert exported.architecture == "glm4_moe"
+    again = tuned(output, tmp_path / "again", samples=8)  # a fine-tuned model is one like others
+    assert again.perplexity_before == pytest.approx(report.folded_perplexity, rel=1e-5)
+
+
+def test_an_adapter_loads_through_peft(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    save = PeftModel.save_pretrained
+
+    def look(self: Any, path: Any, **others: Any) -> Any:
+        kept.append(logits(self))
+        return save(self, path, **others)
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", look)
+    output = tmp_path / "adapter"
+    report = tuned(folder, output, merge=False)
+    assert not report.folded
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    before = logits(base)
+    model = PeftModel.from_pretrained(base, output)
+    assert not torch.allclose(before, kept[-1], atol=1e-3)
+    torch.testing.assert_close(logits(model), kept[-1], rtol=1e-5, atol=1e-5)
+    for use in (moesaic.export, tuned):
+        arguments = ("glm4_moe", tmp_path / "x") if use is moesaic.export else (tmp_path / "x",)
+        with pytest.raises(MoesaicError, match="is a PEFT adapter, and a whole model"):
+            use(output, *arguments)
+    tuned(folder, output, merge=False, overwrite=True, samples=8)  # ours, so it may be replaced
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("changes", [{}, {"freeze_router": True, "epochs": 2}])
+def test_a_killed_run_resumes_to_the_same_bits(
+    changes: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"checkpoint_every": 3, "scale_lr": 1e-2} | changes
+    tuned(folder, tmp_path / "whole", **values)
+    step = RecoveryTrainer.training_step
+
+    def die(self: Any, *arguments: Any) -> Any:
+        if self.state.global_step == 5:
+            raise Killed
+        return step(self, *arguments)
+
+    monkeypatch.setattr(RecoveryTrainer, "training_step", die)
+    with pytest.raises(Killed):
+        tuned(folder, tmp_path / "out", **values)
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    broken = tmp_path / "out.partial" / "trainer" / "checkpoint-5"  # killed while it was written
+    broken.mkdir()
+    (broken / "optimizer.pt").write_bytes(b"half")
+    with pytest.raises(MoesaicError, match="pass --resume"):
+        tuned(folder, tmp_path / "out", **values)
+    with pytest.raises(MoesaicError, match="was started with settings"):
+        tuned(folder, tmp_path / "out", resume=True, **values | {"lora_lr": 2e-3})
+    tuned(folder, tmp_path / "out", resume=True, **values)
+    one, two = (
+        load_model(tmp_path / "whole").state_dict(),
+        load_model(tmp_path / "out").state_dict(),
+    )
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+    for name in ("learning_curve.csv",):
+        assert (tmp_path / "whole" / name).read_text() == (tmp_path / "out" / name).read_text()
+
+
+def test_a_loss_that_turns_nan_stops_before_the_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = RecoveryTrainer.compute_loss
+
+    def poison(self: Any, *arguments: Any, **others: Any) -> Any:
+        loss = compute(self, *arguments, **others)
+        return loss * float("nan") if self.state.global_step == 5 else loss
+
+    monkeypatch.setattr(RecoveryTrainer, "compute_loss", poison)
+    with pytest.raises(MoesaicError, match=r"not finite at step 6 of 8; the last good .*point-4"):
+        tuned(folder, tmp_path / "out", checkpoint_every=2)
+    assert not (tmp_path / "out").exists()
+    kept = tmp_path / "out.partial" / "trainer" / "checkpoint-4"
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), kept)
+    assert logits(model).isfinite().all()
+
+
+def test_a_full_disk_keeps_the_checkpoints(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = RecoveryTrainer._save_checkpoint
+
+    def full(self: Any, *arguments: Any) -> None:
+        if self.state.global_step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, *arguments)
+
+    monkeypatch.setattr(RecoveryTrainer, "_save_checkpoint", full)
+    with pytest.raises(MoesaicError, match="no space left on the disk; checkpoints are kept in"):
+        tuned(folder, tmp_path / "out", checkpoint_every=2)
+    assert (tmp_path / "out.partial" / "trainer" / "checkpoint-2").is_dir()
+    monkeypatch.undo()
+    tuned(folder, tmp_path / "out", checkpoint_every=2, resume=True)
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples": 0}, "samples 0: a whole number of at least 1"),
+        ({"rank": 0}, "rank 0: a whole number"),
+        ({"lora_lr": -1.0}, r"lora lr -1.0: a number above 0"),
+        ({"scale_lr": float("nan")}, "scale lr nan: a number at least 0"),
+        ({"data": ["a cat"]}, "the training text has 5 tokens, one sample needs 64"),
+        ({"data": [" "]}, "text is empty"),
+        ({"sequence_length": 65}, "sequence length 65 is outside 2..64, the model's context"),
+        ({"distill": "nowhere/at/all"}, "no such model folder"),
+        ({"seed": -1}, "seed -1 is outside"),
+        ({"device": "cpu:0"}, "accelerate launch"),
+        ({"tensorboard": "events"}, "pip install tensorboard"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    changes: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(MoesaicError, match=message) as caught:
+        tuned(folder, tmp_path / "out", **changes)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_that_do_not_fit(folder: Path, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(MoesaicError, match="is a llama model that moesaic has not converted; run"):
+        tuned(dense, tmp_path / "out")
+    with pytest.raises(MoesaicError, match="--distill names a converted model"):
+        tuned(folder, tmp_path / "out", distill=str(folder))
+    other = tmp_path / "other"
+    dense_model("llama", layers=2).save_pretrained(other)
+    with pytest.raises(MoesaicError, match="--distill: its layers is 2, the converted model's 3"):
+        tuned(folder, tmp_path / "out", distill=str(other))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_the_command_prints_loads_and_perplexities(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["moesaic", "finetune", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    text, numbers = tmp_path / "text.txt", tmp_path / "numbers.json"
+    text.write_text(TEXT)
+    common = ("--data", text, "--samples", 16, "--device", "cpu")
+    code, out, _ = run(folder, "--output", tmp_path / "out", *common, "--json", numbers)
+    assert code == 0
+    for words in ("max/mean load", "perplexity on last tenth of text.txt", "folded into the exp"):
+        assert words in out
+    report = json.loads(numbers.read_text())
+    assert report["settings"]["lora_lr"] == pytest.approx(5.95e-5)  # the paper's
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"moesaic finetune {folder}" in card
+    code, _, err = run(folder, "--output", tmp_path / "out", *common)
+    assert code == 2
+    assert err.startswith("error: output")
+    assert "choose another or pass --overwrite" in err
+    code, _, err = run(folder, "--output", tmp_path / "x", *common, "--json", tmp_path / "x" / "n")
+    assert code == 2
+    assert len(err.splitlines()) == 1
