@@ -80,11 +80,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def converted_folder(
-    name: str, output: Path, recipe: Any = "moesaic", layout: str = "S2A3E8", **shape: int
+    name: str,
+    output: Path,
+    recipe: Any = "moesaic",
+    layout: str = "S2A3E8",
+    dense_layers: tuple[int, ...] = (),
+    **shape: int,
 ) -> Path:
     """A converted model on disk, with its tokenizer."""
     moesaic.convert(
         dense_model(name, **shape), recipe, layout, tokens(8, 64, seed=1), tokenizer=tokenizer(),
-        output=output,
+        output=output, dense_layers=dense_layers,
     )  # fmt: skip
     return output

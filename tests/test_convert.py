@@ -418,3 +418,43 @@ def test_a_converted_model_is_not_converted_again() -> None:
     model, _ = moesaic.convert(tiny_model("llama"), "cmoe", "S3A3E8", WINDOWS)
     with pytest.raises(moesaic.MoesaicError, match="converted already"):
         moesaic.convert(model, "cmoe", "S3A3E8", WINDOWS)
+
+
+@pytest.mark.parametrize("dense", [(0,), (1,), (0, 2)])
+def test_layers_that_are_to_stay_dense_stay(dense: tuple[int, ...], tmp_path: Path) -> None:
+    """The same weights, counted in whole, and loaded again; the others are converted."""
+    original, ids = tiny_model("llama"), tokens(2, 48, seed=2)
+    model, report = moesaic.convert(
+        tiny_model("llama"), "moesaic", "S1A3E8", tokens(8, CONTEXT, seed=1), dense_layers=dense,
+        output=tmp_path / "out",
+    )  # fmt: skip
+    converted = [layer for layer in range(LAYERS) if layer not in dense]
+    assert model.config.moesaic["layers"] == [layer.layer for layer in report.layers] == converted
+    for layer in range(LAYERS):
+        found, before = model.model.layers[layer].mlp, original.model.layers[layer].mlp
+        assert isinstance(found, moesaic.modeling.MoesaicBlock) == (layer in converted)
+        if layer in dense:
+            assert torch.equal(found.up_proj.weight, before.up_proj.weight)
+    shared, size, active, total = 10, 6, 3, 52  # the four neurons left over are shared ones
+    computed = len(dense) * total + len(converted) * (shared + active * size)
+    assert report.active_ffn_fraction == pytest.approx(computed / (LAYERS * total))
+    loaded = load_model(tmp_path / "out")
+    whole = moesaic.flops.count_macs(original, 1)
+    macs = moesaic.flops.count_macs(loaded, 1)
+    assert macs.ffn == pytest.approx(whole.ffn * report.active_ffn_fraction)
+    assert macs.attention == whole.attention
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("dense", "reason"),
+    [((9,), "has layers 0 to"), ((-1,), "has layers 0 to"), (range(LAYERS), "would stay dense")],
+)
+def test_layers_that_cannot_stay_dense(dense: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(moesaic.MoesaicError, match=reason):
+        moesaic.convert(
+            tiny_model("llama"), "moesaic", "S1A3E8", tokens(8, CONTEXT, seed=1),
+            dense_layers=dense, output=tmp_path / "out",
+        )  # fmt: skip
+    assert list(tmp_path.iterdir()) == []

@@ -104,6 +104,50 @@ def test_narrow_heads_are_filled_up_and_attend_as_before(
     torch.testing.assert_close(others[0][0].view_as(own[0][0]), own[0][0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("format", "name", "dense"),
+    [
+        ("glm4_moe", "qwen3", (0,)),
+        ("glm4_moe", "phi3", (0, 1)),
+        ("qwen2_moe", "qwen2, sliding", (1,)),
+        ("qwen2_moe", "phi3", (0, 2)),
+    ],
+)
+def test_layers_that_stayed_dense_go_along(
+    format: str, name: str, dense: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = converted_folder(name, tmp_path / "converted", dense_layers=dense)
+    report, stock = exported(folder, format, tmp_path / "out", verify="demo")
+    original, ids = load_model(folder), tokens(4, 64, seed=5)
+    for layer in stock.model.layers:
+        assert hasattr(layer.mlp, "gate") == (layer.self_attn.layer_idx not in dense)
+    with torch.no_grad():
+        expected, found = original(ids).logits, stock(ids).logits
+    error = (found - expected).abs() / expected.square().mean().sqrt()
+    assert error.mean() < 1e-3
+    assert len(report.scales) == 3 - len(dense)
+
+
+def test_dense_layers_where_a_format_has_no_place_for_them(tmp_path: Path) -> None:
+    folder = converted_folder("llama", tmp_path / "converted", dense_layers=(1,))
+    found = moesaic.explain(str(folder))
+    assert any("its layers 1 are dense, in glm4_moe the first" in why for why in found["glm4_moe"])
+    assert found["gguf-qwen2moe"] == ["llama.cpp gives qwen2moe no dense layers"]
+    assert found["qwen2_moe"] == []
+
+
+def test_a_gguf_file_names_the_dense_layers_before_the_first_mixture(tmp_path: Path) -> None:
+    folder = converted_folder("llama", tmp_path / "converted", dense_layers=(0,))
+    moesaic.export(str(folder), "gguf", tmp_path / "out.gguf", dtype="float32")
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    assert reader.fields["glm4moe.leading_dense_block_count"].contents() == 1
+    stored = {tensor.name: tensor.data for tensor in reader.tensors}
+    own = load_model(folder).model.layers[0].mlp.up_proj.weight.detach().numpy()
+    assert (stored["blk.0.ffn_up.weight"] == own).all()
+    assert "blk.0.ffn_gate_inp.weight" not in stored
+    assert "blk.1.ffn_gate_inp.weight" in stored
+
+
 def test_wide_heads_and_heads_with_a_norm_stay(folders: dict[str, Path]) -> None:
     config = load_model(folders["qwen3"]).config
     assert glm4_moe.warnings(config) == []

@@ -111,6 +111,9 @@ def convert(
             "expert has neurons]."
         ),
     ] = None,
+    dense_layers: Annotated[
+        str | None, typer.Option(help="Layers that stay as they are, such as 0,11.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, write nothing.")
     ] = False,
@@ -121,12 +124,13 @@ def convert(
     choose_device(device)
     choose_dtype(dtype)
     chosen = numbers("--experts", experts)
+    kept = numbers("--dense-layers", dense_layers) or ()
     if dry_run:
         ready = prepare(
             model, recipe, layout, source, sparsity=sparsity, grain=grain, output=output,
             samples=samples, sequence_length=sequence_length, seed=seed, overwrite=overwrite,
             resume=resume, trust_remote_code=trust_remote_code, experts=chosen,
-            min_tokens=min_tokens,
+            min_tokens=min_tokens, dense_layers=kept,
         )  # fmt: skip
         if target_ratio is not None:
             check_target(target_ratio, layout, sparsity, ready.heldout_ids)
@@ -147,7 +151,8 @@ def convert(
         model, recipe, layout, source, sparsity=sparsity, target_ratio=target_ratio, grain=grain,
         output=output, samples=samples, sequence_length=sequence_length, seed=seed, device=device,
         dtype=dtype, overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
-        experts=chosen, min_tokens=min_tokens, command=_command(), progress=True,
+        experts=chosen, min_tokens=min_tokens, dense_layers=kept, command=_command(),
+        progress=True,
     )  # fmt: skip
     report_tables(report)
     next_command = [_program(), "eval", str(output), "--text", source, "--against", model]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def convert(
     trust_remote_code: bool = False,
     experts: Sequence[int] | None = None,
     min_tokens: int | None = None,
+    dense_layers: Sequence[int] = (),
     command: str | None = None,
     progress: bool = False,
 ) -> tuple[Any, ConversionReport]:
@@ -72,7 +74,7 @@ def convert(
     In a model that is a mixture already, every expert is converted by itself, on the tokens that
     its router sends there (Section 4.4); a layout is of each expert. `experts` names those to
     convert; ones that see fewer than `min_tokens` (unless said, as many as an expert has neurons)
-    stay whole, and the report names them.
+    stay whole, and the report names them. `dense_layers` stay as they are.
     `output` writes the model folder, layer by layer and resumable, and measures perplexity
     before and after on held-out text.
 
@@ -88,7 +90,7 @@ def convert(
         model, recipe, layout, calibration, sparsity=sparsity, grain=grain, tokenizer=tokenizer,
         output=target, samples=samples, sequence_length=sequence_length, seed=seed,
         overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code,
-        experts=experts, min_tokens=min_tokens,
+        experts=experts, min_tokens=min_tokens, dense_layers=dense_layers,
     )  # fmt: skip
     todo, windows_NL, heldout_ids = ready.plans[0], ready.windows_NL, ready.heldout_ids
     if target_ratio is not None:
@@ -105,7 +107,7 @@ def convert(
     dense.eval()
     if not in_memory and _fits(dense, compute):
         dense.to(compute)
-    ffns = find_ffns(dense)
+    ffns = replace(find_ffns(dense), kept=tuple(dense_layers))
     check_vocabulary(dense, windows_NL)
     weights = check_weights(ffns, dense)
     check_stream(ffns, windows_NL)
@@ -202,6 +204,7 @@ def _fingerprint(
         "recipe": report.recipe,
         "layout": report.layout,
         "experts": todo.config.moesaic.get("asked"),
+        "layers": todo.config.moesaic["layers"],
         "seed": report.seed,
         "dtype": todo.config.dtype,
         "device": device.type,

@@ -88,6 +88,10 @@ def count_macs(model: Any, tokens: int) -> Macs:
         ffn = sum(_active_weights(block, config.moesaic) for block in flat)
         router = sum(_matrices(block.router) for block in flat)
         inside = sum(_matrices(block) for block in flat)
+        rows = 3 if config.moesaic["ffn"]["gated"] else 2
+        neuron = rows * config.get_text_config().hidden_size
+        dense = neuron * _active_neurons(config.moesaic)[1] * _layers_kept(config)
+        ffn, inside = ffn + dense, inside + dense
     else:
         found = find_ffns(model)
         ffn, router = routed_macs(found), 0
@@ -163,7 +167,8 @@ def active_ffn_fraction(config: Any) -> float:
     moe = config.moesaic
     active, total = _active_neurons(moe)
     if "num_outer" not in moe:
-        return active / total
+        kept, converted = _layers_kept(config), len(moe["layers"])
+        return (converted * active + kept * total) / ((converted + kept) * total)
     whole = sum(map(len, moe["whole"].values())) / (len(moe["layers"]) * moe["num_outer"])
     active = moe["outer_active"] * (whole * total + (1 - whole) * active)
     total *= moe["outer_active"]
@@ -171,6 +176,11 @@ def active_ffn_fraction(config: Any) -> float:
         more = _active_neurons(moe["beside"])
         active, total = active + more[0], total + more[1]
     return float(active / total)
+
+
+def _layers_kept(config: Any) -> int:
+    """Layers that a conversion has left dense."""
+    return int(config.get_text_config().num_hidden_layers - len(config.moesaic["layers"]))
 
 
 def _active_neurons(moe: dict[str, Any]) -> tuple[float, float]:

@@ -119,7 +119,7 @@ def check_converted(config: Any, model: str) -> None:
             if "beside" in moe:
                 moe["beside"]["path"].format(0)
                 wrong += [f"beside {key}" for key in _wrong_sizes(moe["beside"], layout, routed)]
-        elif moe["layers"] != list(range(depth)):
+        elif not moe["layers"] or moe["layers"] != sorted(set(moe["layers"]) & set(range(depth))):
             wrong.append("layers")
         ffn = moe["ffn"]
         ffn["path"].format(0), [path.format(0) for path in ffn["identities"]]

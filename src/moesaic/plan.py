@@ -59,6 +59,7 @@ def make_plans(
     trust_remote_code: bool = False,
     experts: Sequence[int] | None = None,
     min_tokens: int | None = None,
+    dense_layers: Sequence[int] = (),
 ) -> list[Plan]:
     """Plans a conversion from the dense model's configuration; builds it without weights.
 
@@ -66,9 +67,9 @@ def make_plans(
     serve, the usual one first. In a model that is a mixture already, a layout is of each expert,
     `experts` names those to convert and `min_tokens` what they must have seen (as many tokens as
     an expert has neurons, unless said); a sparsity takes the usual layout there. A shared expert
-    is converted as one more FFN, unless `experts` are named. Raises
-    MoesaicError for a model that is converted already, an unsupported family, an unknown recipe,
-    an impossible layout, sparsity, sequence length or choice of experts.
+    is converted as one more FFN, unless `experts` are named. `dense_layers` stay as they are.
+    Raises MoesaicError for a model that is converted already, an unsupported family, an unknown
+    recipe, an impossible layout, sparsity, sequence length or choice of experts or layers.
     """
     if config.model_type == "moesaic":
         raise MoesaicError(
@@ -93,7 +94,7 @@ def make_plans(
     if layout is not None and not isinstance(layout, Layout):
         layout = Layout.parse(layout)
     skeleton = meta_model(config, trust_remote_code)
-    ffns = find_ffns(skeleton)
+    ffns = _keep(find_ffns(skeleton), dense_layers)
     if layout is None:
         wanted = 0.25 if sparsity is None else sparsity
         neurons = ffns.read(ffns.converted[0]).intermediate_size
@@ -124,6 +125,22 @@ def make_plans(
 def make_plan(*args: Any, **kwargs: Any) -> Plan:
     """The first of `make_plans`."""
     return make_plans(*args, **kwargs)[0]
+
+
+def _keep(ffns: FFNs, dense_layers: Sequence[int]) -> FFNs:
+    """Without the layers that are to stay as they are."""
+    depth = len(ffns.layers)
+    if not all(type(layer) is int and 0 <= layer < depth for layer in dense_layers):
+        raise MoesaicError(
+            f"dense layers {', '.join(map(str, dense_layers))}: {ffns.name} has layers 0 to "
+            f"{depth - 1}"
+        )
+    ffns = replace(ffns, kept=tuple(dense_layers))
+    if not ffns.converted:
+        raise MoesaicError(
+            f"all {depth} layers of {ffns.name} would stay dense; convert at least one"
+        )
+    return ffns
 
 
 def _sizes(sizes: Sizes, recipe: Recipe) -> Sizes:

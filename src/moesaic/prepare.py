@@ -50,6 +50,7 @@ def prepare(
     trust_remote_code: bool = False,
     experts: Sequence[int] | None = None,
     min_tokens: int | None = None,
+    dense_layers: Sequence[int] = (),
 ) -> Prepared:
     """Checks all of a conversion's input and reads its text (`--dry-run` ends here).
 
@@ -67,7 +68,7 @@ def prepare(
     config = model.config if in_memory else load_config(model, trust_remote_code)
     plans = make_plans(
         config, name, recipe, layout, sparsity, grain, sequence_length, trust_remote_code,
-        experts, min_tokens,
+        experts, min_tokens, dense_layers,
     )  # fmt: skip
     todo = plans[0]
     if samples is None:

@@ -35,13 +35,13 @@ def choose_plan(
 ) -> tuple[Plan, dict[str, float]]:
     """The plan whose layers lose least on held-out tokens, and each layout's mean error.
 
-    Converts three layers (at a quarter, half and three quarters of the depth) of the dense model
+    Converts three layers (at a quarter, half and three quarters of those to convert) of the model
     once per plan, on at most SAMPLE_TOKENS calibration tokens, and keeps nothing of it.
     """
     windows_NL = fewer_windows(windows_NL, max(1, SAMPLE_TOKENS // windows_NL.shape[1]))
     stream = Stream(ffns, windows_NL, device)
-    depth = len(ffns.layers)
-    probes = sorted({depth // 4, depth // 2, 3 * depth // 4})
+    found, count = ffns.converted, len(ffns.converted)
+    probes = sorted({found[count // 4], found[count // 2], found[3 * count // 4]})
     errors: dict[str, float] = {str(plan.layout): 0.0 for plan in plans}
     for layer in range(probes[-1] + 1):
         home = next(ffns.layers[layer].parameters()).device
@@ -92,7 +92,8 @@ def search_plan(
     def make(layout: Layout) -> Plan:
         return make_plan(
             ready.config, first.model, first.recipe, layout, sequence_length=length,
-            trust_remote_code=trust_remote_code, **first.config.moesaic.get("asked", {}),
+            trust_remote_code=trust_remote_code, dense_layers=ffns.kept,
+            **first.config.moesaic.get("asked", {}),
         )  # fmt: skip
 
     def ratio_of(plan: Plan) -> float:

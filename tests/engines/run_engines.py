@@ -53,22 +53,25 @@ def dense_folders(root: Path) -> dict[str, Path]:
     found = {"demo": demo_path()}
     if (SHARED / "models").is_dir():
         found["stories260K"] = SHARED / "models" / "stories260K"
-    for name in ("qwen2", "qwen3", "phi3", "mistral"):
-        folder = root / f"dense-{name}"
-        dense_model(name, hidden=128, neurons=352, layers=2).save_pretrained(folder)
+    random = ("qwen2", "qwen3", "phi3", "mistral", "qwen2, dense middle", "mistral, dense first")
+    for name in random:
+        folder, family = root / f"dense-{name}", name.partition(",")[0]
+        dense_model(family, hidden=128, neurons=352, layers=3).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
         found[name] = folder
     return found
 
 
 def convert(name: str, dense: Path, root: Path, recipe: str) -> Path:
+    """Converts a model; of one whose name says so the first or a middle layer stays dense."""
     folder = root / f"{name}-{recipe}"
+    kept = {"first": (0,), "middle": (1,)}.get(name.rpartition(" ")[2], ())
     if not folder.exists():
         text = "demo"
         ids = to_ids(text, load_tokenizer(dense))
         moesaic.convert(
             load_model(dense, "float32"), recipe, "S2A4E8", ids, tokenizer=load_tokenizer(dense),
-            samples=16, sequence_length=64, output=folder,
+            samples=16, sequence_length=64, output=folder, dense_layers=kept,
         )  # fmt: skip
     return folder
 
@@ -125,6 +128,7 @@ class _margins:
         self.modules = [
             (layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router)
             for layer in model.model.layers
+            if hasattr(layer.mlp, "experts")
         ]
         self.found: list[torch.Tensor] = []
 

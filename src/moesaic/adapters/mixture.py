@@ -37,7 +37,7 @@ class Mixtures(FFNs):
 
     @property
     def converted(self) -> tuple[int, ...]:
-        return self.mixed
+        return tuple(layer for layer in self.mixed if layer not in self.kept)
 
     def read(self, layer: int, expert: int = 0) -> DenseFFN:
         """One expert in canonical form (views of the model's tensors, no copy)."""

@@ -63,11 +63,12 @@ class FFNs:
     identities: tuple[str, ...]  # within a layer; modules that the block makes superfluous
     pattern: Pattern
     activation: str
+    kept: tuple[int, ...] = ()  # layers that stay as they are
 
     @property
     def converted(self) -> tuple[int, ...]:
         """The layers that a conversion changes."""
-        return tuple(range(len(self.layers)))
+        return tuple(layer for layer in range(len(self.layers)) if layer not in self.kept)
 
     def replaced(self, layer: int) -> nn.Module:
         """The module that receives the FFN's input."""

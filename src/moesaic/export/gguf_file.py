@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from moesaic.errors import MoesaicError
 from moesaic.export.gguf_vocab import read_vocabulary
-from moesaic.export.stock import sliding_layers
+from moesaic.export.stock import dense_layers, sliding_layers
 
 ARCHITECTURES = {"glm4_moe": gguf.MODEL_ARCH.GLM4_MOE, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE}
 OWN = ("float16", "q8_0")  # dtypes that folders are not written in
@@ -39,6 +39,8 @@ def supports(config: Any, tokenizer: Any, architecture: str) -> list[str]:
     if architecture == "qwen2_moe":
         if any(sliding_layers(config)):
             reasons.append("llama.cpp gives qwen2moe no sliding windows")
+        if dense_layers(config):
+            reasons.append("llama.cpp gives qwen2moe no dense layers")
         if heads * head_dim != config.hidden_size:
             reasons.append("llama.cpp's qwen2moe wants heads * head_dim = hidden_size")
     if config.moesaic["num_routed"] == 1:
@@ -115,7 +117,7 @@ def _add_shape(writer: Any, config: Any) -> None:
     if config.model_type == "glm4_moe":
         writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_leading_dense_block_count(0)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(True)

@@ -17,6 +17,7 @@ from moesaic.export.stock import (
     common_config,
     common_reasons,
     common_state,
+    dense_layers,
     shared_weights,
     sliding_layers,
 )
@@ -30,6 +31,12 @@ def supports(config: Any) -> list[str]:
     if any(sliding_layers(config)):
         reasons.append(
             f"its attention looks at windows of {config.sliding_window} tokens, glm4_moe at all; "
+            "qwen2_moe may fit"
+        )
+    dense = dense_layers(config)
+    if dense != list(range(len(dense))):
+        reasons.append(
+            f"its layers {', '.join(map(str, dense))} are dense, in glm4_moe the first ones only; "
             "qwen2_moe may fit"
         )
     if config.moesaic["num_routed"] == 1:
@@ -77,7 +84,7 @@ def stock_config(config: Any, dtype: torch.dtype) -> Glm4MoeConfig:
         norm_topk_prob=True,
         n_group=1,
         topk_group=1,
-        first_k_dense_replace=0,
+        first_k_dense_replace=len(dense_layers(config)),
         num_mtp_layers=0,
     )
 
@@ -90,7 +97,7 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
         state |= {name: _wider(name, w, own, written) for name, w in state.items()}
     moe = model.config.moesaic
     size = _shared_experts(moe) * moe["padded_size"]
-    for layer, (block, factor) in enumerate(zip(blocks(model), factors, strict=True)):
+    for layer, block, factor in zip(moe["layers"], blocks(model), factors, strict=True):
         router, experts, place = block.router, block.experts, f"model.layers.{layer}.mlp."
         state[f"{place}gate.weight"] = router.score_proj.weight * factor
         bias_R = router.selection_bias.float() * factor / 4

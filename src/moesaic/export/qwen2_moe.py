@@ -15,6 +15,7 @@ from moesaic.export.stock import (
     common_config,
     common_reasons,
     common_state,
+    dense_layers,
     shared_weights,
     sliding_layers,
 )
@@ -68,7 +69,7 @@ def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
         num_experts_per_tok=moe["num_active"],
         norm_topk_prob=True,
         decoder_sparse_step=1,
-        mlp_only_layers=[],
+        mlp_only_layers=dense_layers(config),
     )
 
 
@@ -83,7 +84,7 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             state.setdefault(name.replace("weight", "bias"), weight.new_zeros(len(weight)))
     moe = model.config.moesaic
-    for layer, (block, factor) in enumerate(zip(blocks(model), factors, strict=True)):
+    for layer, block, factor in zip(moe["layers"], blocks(model), factors, strict=True):
         router, experts, place = block.router, block.experts, f"model.layers.{layer}.mlp."
         state[f"{place}gate.weight"] = router.score_proj.weight * factor
         state[f"{place}experts.gate_up_proj"] = experts.gate_up_proj

@@ -110,17 +110,22 @@ def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def common_state(model: Any) -> dict[str, torch.Tensor]:
-    """Every weight outside the FFNs, by Llama's names: views.
+    """Every weight outside the MoE blocks, by Llama's names: views.
 
-    Phi-3's joint projection is cut; a head that is tied to the embeddings is one of its own.
+    Phi-3's joint projections are cut; a head that is tied to the embeddings is one of its own.
     """
     config = model.config
-    prefix = config.moesaic["ffn"]["path"].rpartition(".")[2]
+    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+    path = prefix + config.moesaic["ffn"]["path"] + "."
+    converted = tuple(path.format(layer) for layer in config.moesaic["layers"])
     state = {}
     for name, tensor in model.state_dict().items():
-        if f".{prefix}." in name:
+        if name.startswith(converted):
             continue
-        if name.endswith("qkv_proj.weight"):
+        if name.endswith("gate_up_proj.weight"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                state[name.replace("gate_up_proj", f"{part}_proj")] = half
+        elif name.endswith("qkv_proj.weight"):
             dim = getattr(config, "head_dim", None)
             dim = dim or config.hidden_size // config.num_attention_heads
             queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
@@ -134,8 +139,14 @@ def common_state(model: Any) -> dict[str, torch.Tensor]:
     return state
 
 
+def dense_layers(config: Any) -> list[int]:
+    """The layers that a conversion has left as they were."""
+    converted = set(config.moesaic["layers"])
+    return [layer for layer in range(config.num_hidden_layers) if layer not in converted]
+
+
 def blocks(model: Any) -> list[Any]:
-    """The MoE block of every layer."""
+    """The MoE block of every converted layer."""
     base = getattr(model, model.base_model_prefix)
     moe = model.config.moesaic
     return [base.get_submodule(moe["ffn"]["path"].format(layer)) for layer in moe["layers"]]

@@ -42,8 +42,9 @@ def compare_models(
     windows_NL = ids[: len(ids) // length * length].view(-1, length)[:SAMPLES]
     if not len(windows_NL):
         windows_NL = ids[None]
-    layers, stock_layers = blocks(model), stock.model.layers
     moe = model.config.moesaic
+    layers = blocks(model)
+    stock_layers = [stock.model.layers[layer] for layer in moe["layers"]]
     largest, total, energy = 0.0, 0.0, 0.0
     differ = torch.zeros(len(layers), dtype=torch.float64)
     for window_L in windows_NL:

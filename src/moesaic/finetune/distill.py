@@ -60,7 +60,8 @@ class Teacher:
         if mix.ffn:
             for block in blocks_of(student):
                 block.register_forward_hook(self._keep(self.outputs))
-            for module in find_ffns(dense).last_modules():
+            modules = find_ffns(dense).last_modules()
+            for module in (modules[layer] for layer in student.config.moesaic["layers"]):
                 module.register_forward_hook(self._keep(self.targets))
 
     def _keep(self, kept: list[torch.Tensor]) -> Any:
