@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/mixtures.py
 
 Per layer: E experts of m neurons, k of them for a token, against a dense FFN of E m neurons, by the
-same recipe and layout on the same tokens. CPU time of the conversion's own steps (attention and
-the check of inputs left out), measured in turn; random weights, random tokens. Writes Markdown.
+same recipe and layout: on the same tokens, and with as many for each expert (E / k times). CPU time
+of the conversion's own steps (attention and the check of inputs left out), measured in turn; random
+weights, random tokens. Writes Markdown.
 
 Quality on a trained mixture is `moesaic compare`; demo_model/train_moe.py trains one.
 """
@@ -24,12 +25,13 @@ from moesaic.layers import convert_layers
 from moesaic.plan import make_plan
 from moesaic.stream import Stream
 
-TOKENS, LENGTH, ROUNDS = 16_384, 512, 3
+TOKENS, LENGTH, ROUNDS = 16_384, 512, 2
 SHAPES = [  # hidden size, experts, experts of a token, neurons of an expert
     (192, 8, 2, 152),
     (512, 16, 4, 256),
-    (512, 64, 8, 128),
+    (256, 64, 8, 64),
 ]
+LAYOUT = "S3A3E8"
 STEPS = {"profile", "partition", "router", "repair", "carve", "measure", "stack"}
 
 
@@ -70,20 +72,24 @@ def seconds(model: Any, recipe: str, layout: str, ids_NL: torch.Tensor) -> float
 
 
 def main() -> None:
-    ids_NL = torch.randint(512, (TOKENS // LENGTH, LENGTH), generator=torch.manual_seed(1))
-    print("| hidden | experts | of a token | neurons | recipe | mixture / dense |")
-    print("|---|---|---|---|---|---|")
+    """Mixture over dense on the same tokens, and on E / k times as many for the mixture."""
+    print("| hidden | experts | of a token | neurons | recipe | same tokens | same per expert |")
+    print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:
         mixture, dense = models(*shape)
-        for recipe, layout in (("cmoe", "S3A3E8"), ("moesaic", "S3A3E8"), ("moesaic", "S1A11E16")):
-            ratios = []
+        more = shape[1] // shape[2]
+        rows = TOKENS // LENGTH
+        ids_NL = torch.randint(512, (rows * more, LENGTH), generator=torch.manual_seed(1))
+        for recipe in ("cmoe", "moesaic"):
+            ratios: list[list[float]] = [[], []]
             for _ in range(ROUNDS):
-                pair = [seconds(m, recipe, layout, ids_NL) for m in (mixture, dense)]
-                ratios.append(pair[0] / pair[1])
-                print(f"{shape} {recipe} {layout} {pair}", file=sys.stderr)
-            row = [*map(str, shape), f"`{recipe}` {layout}"]
-            spread = f"({min(ratios):.2f}..{max(ratios):.2f})"
-            print(f"| {' | '.join(row)} | {statistics.median(ratios):.2f} {spread} |", flush=True)
+                base = seconds(dense, recipe, LAYOUT, ids_NL[:rows])
+                for found, tokens in zip(ratios, (ids_NL[:rows], ids_NL), strict=True):
+                    found.append(seconds(mixture, recipe, LAYOUT, tokens) / base)
+                print(f"{shape} {recipe} {base:.2f} s, {ratios}", file=sys.stderr)
+            cells = [f"{statistics.median(r):.2f} ({min(r):.2f}..{max(r):.2f})" for r in ratios]
+            row = [*map(str, shape), f"`{recipe}` {LAYOUT}", *cells]
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -303,3 +303,12 @@ def test_a_shared_expert_and_whole_experts_are_counted() -> None:
     assert before.ffn - count_macs(model, 1).ffn == 2 * 2 * 3 * 32 * 4 / 4  # one expert of 4
     assert report.macs == count_macs(model, 1).total
     assert report.active_ffn_fraction == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+def test_an_oracle_counts_as_static_pruning_does(family: str) -> None:
+    """As if to know were free: the neurons that run, in the experts and in a shared one."""
+    config = tiny_mixture(family).config
+    plans = [make_plan(config, "it", recipe, "S1A2E5") for recipe in ("oracle", "static")]
+    assert plans[0].macs.total == pytest.approx(plans[1].macs.total)
+    assert plans[0].macs.total < plans[0].dense_macs.total

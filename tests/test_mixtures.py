@@ -152,10 +152,14 @@ torch.save(found, folder / "found.pt")
 
 
 @pytest.mark.parametrize("recipe", ["cmoe", "moesaic-dynamic"])
-def test_bfloat16_agrees_to_rounding_and_trains(recipe: str) -> None:
+def test_bfloat16_agrees_to_rounding_and_trains(recipe: str, tmp_path: Path) -> None:
     """Experts of 24 neurons: torch's grouped product wants rows of whole 16 bytes."""
     model = tiny_mixture("mixtral", intermediate_size=24).to(torch.bfloat16)
-    model, _ = moesaic.convert(model, recipe, "S3A3E8", WINDOWS)
+    model, _ = moesaic.convert(model, recipe, "S3A3E8", WINDOWS, output=tmp_path / "out")
+    loaded = load_model(tmp_path / "out")
+    for name, value in model.state_dict().items():
+        assert loaded.state_dict()[name].dtype == value.dtype, name
+        assert torch.equal(loaded.state_dict()[name], value), name
     found = []
     for implementation in ("grouped_mm", "eager", "batched_mm"):
         model.set_experts_implementation(implementation)

@@ -50,7 +50,9 @@ class MoesaicPairProjection(nn.Module):
             y_PR = torch.bmm(weight[expert_P], x_PI[:, :, None])[:, :, 0]
         else:
             order_P = expert_P.argsort(stable=True)
-            count_E = torch.bincount(expert_P, minlength=len(weight))
+            # A bincount would make a GPU wait for the size of its result.
+            count_E = expert_P.new_zeros(len(weight))
+            count_E = count_E.scatter_add(0, expert_P, torch.ones_like(expert_P))
             sorted_PI = x_PI[order_P]
             if kind == "grouped_mm" and hasattr(nn.functional, "grouped_mm"):
                 ends_E = count_E.cumsum(0, dtype=torch.int32)
