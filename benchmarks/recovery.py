@@ -29,7 +29,7 @@ from moesaic.evaluate import perplexity
 from moesaic.finetune.balance import measure_loads, refit_thresholds
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.lora import merge
-from moesaic.finetune.prepare import DISTILLED, DISTILLED_LR, PLAIN_LR, draw_windows
+from moesaic.finetune.prepare import DISTILLED, PLAIN_LR, draw_windows
 from moesaic.finetune.train import Machine, Settings, train
 from moesaic.load import load_model, load_tokenizer
 from moesaic.prepare import hold_out
@@ -93,8 +93,8 @@ class Bench:
         minutes = (time.perf_counter() - started) / 60
         after = measure_loads(merged, windows[: max(1, 8192 // self.length)])
 
-        def worst(loads: Any) -> float:
-            return max(row["max_over_mean"] for row in loads.to_dict()) if loads else 1.0
+        def worst(loads: Any) -> list[float]:
+            return [round(row["max_over_mean"], 3) for row in loads.to_dict()] if loads else []
 
         return self.perplexity(merged), {
             "minutes": minutes,
@@ -117,7 +117,7 @@ def spread(values: list[float]) -> str:
 def table(bench: Bench) -> list[dict[str, Any]]:
     arguments, rows = bench.arguments, []
     base = bench.perplexity(bench.dense)
-    losses = {"plain": (PLAIN, arguments.lora_lr), "distilled": (DISTILLED, DISTILLED_LR)}
+    losses = {"plain": (PLAIN, arguments.lora_lr), "distilled": (DISTILLED, arguments.lora_lr)}
     if arguments.paper:
         losses = {"paper's rate": (PLAIN, PLAIN_LR)} | losses
     for seed in range(arguments.seeds):
@@ -184,7 +184,7 @@ def variants(bench: Bench, what: str) -> None:
                 for count in SAMPLES
                 for name, mix, rate in (
                     ("plain", PLAIN, arguments.lora_lr),
-                    ("distilled", DISTILLED, DISTILLED_LR),
+                    ("distilled", DISTILLED, arguments.lora_lr),
                 )
                 if count <= arguments.samples
             }
@@ -206,8 +206,8 @@ def main() -> None:
     parser.add_argument("--data", default="demo")
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lora-lr", type=float, default=1e-3, help="of the plain runs")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--lora-lr", type=float, default=3e-4, help="of both losses")
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-3])
     parser.add_argument("--paper", action="store_true", help="plain at the paper's rate as well")
     parser.add_argument("--recipes", default="moesaic,cmoe,static")

@@ -11,6 +11,12 @@ from moesaic.finetune.balance import Loads
 
 COLUMNS = ("step", "samples", "loss", "lm", "logits", "ffn", "learning_rate", "grad_norm")
 
+LOSSES = {
+    "lm": "next token (nats)",
+    "logits": "KL of the logits (nats)",
+    "ffn": "relative error of the FFNs",
+}
+
 
 def curve_csv(history: list[dict[str, float]]) -> str:
     """One line per logged step; losses are means since the line before."""
@@ -38,18 +44,14 @@ def _png(figure: Any) -> bytes:
 
 
 def curve_png(history: list[dict[str, float]]) -> bytes:
-    """Losses against the samples seen."""
-    figure = _figure(7, 4)
-    axes = figure.subplots()
-    for name in ("lm", "logits", "ffn"):
-        rows = [row for row in history if name in row]
-        if rows:
-            axes.plot([row["samples"] for row in rows], [row[name] for row in rows], label=name)
-    axes.set(xlabel="samples", ylabel="loss", yscale="log")
-    axes.yaxis.set_major_formatter("{x:.3g}")
-    axes.yaxis.set_minor_formatter("{x:.3g}")
-    axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend()
+    """Each loss against the samples seen."""
+    names = [name for name in LOSSES if any(name in row for row in history)]
+    figure = _figure(4.5 * len(names), 3.5)
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=True):
+        axes.plot([row["samples"] for row in history], [row[name] for row in history])
+        axes.set(xlabel="samples", title=LOSSES[name])
+        axes.grid(visible=True, alpha=0.3)
     return _png(figure)
 
 

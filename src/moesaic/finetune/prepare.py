@@ -19,9 +19,9 @@ from moesaic.finetune.train import Settings
 from moesaic.load import choose_device, load_config, load_tokenizer, window_length
 from moesaic.prepare import hold_out, source_name
 
-DISTILLED = Mix(lm=0.5, logits=1.0, ffn=1.0)
+DISTILLED = Mix(lm=0.5, logits=0.5, ffn=1.0)
 PLAIN_LR = 5.95e-5  # the paper's
-DISTILLED_LR = 5.95e-5
+DISTILLED_LR = 3e-4
 
 
 @dataclass(frozen=True)
