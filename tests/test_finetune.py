@@ -22,7 +22,7 @@ from moesaic.finetune.balance import measure_loads
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import blocks_of, merge, parameter_groups, routers_of, wrap
-from moesaic.finetune.masked import masked
+from moesaic.finetune.masked import all_gates, masked
 from moesaic.finetune.prepare import draw_windows
 from moesaic.finetune.train import Machine, RecoveryTrainer, Settings, Trained, gather, train
 from moesaic.load import load_model
@@ -172,25 +172,50 @@ def test_bf16_models_keep_their_dtype_and_train_in_float32() -> None:
     [("llama", "moesaic"), ("gpt2", "cmoe"), ("opt", "moesaic-dynamic"), ("qwen3", "cmoe")],
 )
 def test_computing_all_experts_under_a_mask_changes_nothing(family: str, recipe: str) -> None:
-    """Outputs and gradients of a wrapped model, gates and LoRA weights moved off their start."""
-    model = wrap(converted(family, recipe), 4, 8, freeze_router=False)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and ("lora_B" in name or "scale" in name):
-                parameter.normal_(std=0.05)
+    """Outputs and gradients of a trained model, but for the routers', which learn more there."""
+    away = settings(lora_lr=1e-2, scale_lr=0.3)
+    model = train(
+        converted(family, recipe), tokens(32, CONTEXT, seed=2), away, CPU
+    ).model.eval()  # no dropout
     found = []
     for context in (nullcontext(), masked(model)):
         model.zero_grad()
         with context:
             loss = model(input_ids=IDS, labels=IDS).loss
             loss.backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        grads = {
+            name: parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+            and ("router" not in name or name.endswith("expert_scale"))
+        }
         found.append((loss.detach(), grads))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
     assert found[0][1].keys() == found[1][1].keys()
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-3, atol=1e-6, msg=name)
     assert not any("forward" in vars(block) for block in blocks_of(model))
+
+
+def test_the_router_learns_from_experts_that_did_not_run() -> None:
+    """Expert 1 is useful and does not run: its score rises; expert 2's, harmful, falls."""
+    model = converted("qwen3", "moesaic", "S5A1E8")
+    router = routers_of(model)[0]
+    x_TD = torch.randn(40, 32)
+    worth_R = torch.tensor([0.0, 1.0, -1.0])
+    router.zero_grad()
+    gates_TR = all_gates(router, x_TD)
+    index_TK, gate_TK = router(x_TD)
+    expected = torch.zeros(40, 3).scatter(1, index_TK, gate_TK)
+    torch.testing.assert_close(gates_TR, expected)  # forward, the gates are what they were
+    (-(gates_TR * worth_R).sum()).backward()
+    with torch.no_grad():
+        before = router.scores(x_TD).mean(0)
+        router.score_proj.weight -= 1e-3 * router.score_proj.weight.grad
+        after = router.scores(x_TD).mean(0)
+    assert after[1] > before[1]
+    assert after[2] < before[2]
+    assert after[0] == pytest.approx(float(before[0]), abs=0.2 * float(after[1] - before[1]))
 
 
 # --- gates folded into experts -----------------------------------------------------------------

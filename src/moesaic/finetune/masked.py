@@ -1,11 +1,12 @@
 """MoE blocks for training: every expert on every token, and gates of 0 where none was chosen.
 
-The same outputs and gradients as the block's own, up to rounding. Where a large part of the
-experts run anyway this is faster than gathering each token once per expert, and it holds less:
-hidden states of R experts, not K copies of a token's input.
+The same outputs as the block's own, up to rounding, and the same gradients but for the router's:
+since every expert's output is known, it also learns from those that did not run. Where a large
+part of the experts run anyway this is faster than gathering each token once per expert, and it
+holds less: hidden states of R experts, not K copies of a token's input.
 
-Shape suffixes: T tokens, D hidden_size, R routed experts, M neurons of one as stored, N rows of
-its first matrix.
+Shape suffixes: T tokens, D hidden_size, R routed experts, M neurons of one, N rows of its first
+matrix.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moesaic.finetune.lora import blocks_of
 
 NAME = "moesaic_masked"
+SOFTNESS = 0.3  # width of a choice's sigmoid, in standard deviations of a token's scores
 WORTH = 0.25  # share of the experts that run from which on all are computed
 
 
@@ -30,26 +32,49 @@ def masked_experts(
 ) -> torch.Tensor:
     """Sum over all experts of gate * expert(x), as an implementation of transformers' seam."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    weight_RND, bias_RN = getattr(experts, name), getattr(experts, f"{name}_bias", None)
-    bias = None if bias_RN is None else bias_RN.flatten()
-    h_TRN = linear(x_TD, weight_RND.flatten(0, 1), bias).unflatten(1, weight_RND.shape[:2])
+    size = experts.config.moesaic["expert_size"]  # those beyond pad an expert and do nothing
+
+    def rows(tensor: torch.Tensor) -> Any:
+        parts = tensor.unflatten(1, (2 if experts.has_gate else 1, -1))
+        return parts[:, :, :size].flatten(0, 2)
+
+    bias_RN = getattr(experts, f"{name}_bias", None)
+    h = linear(x_TD, rows(getattr(experts, name)), None if bias_RN is None else rows(bias_RN))
+    h_TRN = h.unflatten(1, (experts.num_experts, -1))
     h_TRM = experts._apply_gate(h_TRN) if experts.has_gate else experts.act_fn(h_TRN)
     h_TRM = h_TRM * gate_TR[:, :, None].to(h_TRM.dtype)
-    return linear(h_TRM.flatten(1), experts.down_proj.transpose(0, 1).flatten(1))
+    return linear(h_TRM.flatten(1), experts.down_proj[:, :, :size].transpose(0, 1).flatten(1))
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, masked_experts)
 
 
 def all_gates(router: Any, x_TD: torch.Tensor) -> torch.Tensor:
-    """Gates (T, R) under either gating, 0 for experts that do not run."""
+    """Gates (T, R) under either gating, 0 for experts that do not run.
+
+    Their gradient also reaches the scores that chose them: as if a gate were a sigmoid of how far
+    its expert is above the threshold between the last that runs and the first that does not
+    (straight-through). The forward values are the block's own.
+    """
     chosen = router(x_TD)
     gate_TR: torch.Tensor = chosen[-1].new_zeros(len(x_TD), len(router.selection_bias))
     if router.gating == "topk":
         index_TK, gate_TK = chosen
-        return gate_TR.scatter(1, index_TK, gate_TK)
-    token_P, expert_P, gate_P = chosen
-    return gate_TR.index_put((token_P, expert_P), gate_P)
+        gate_TR = gate_TR.scatter(1, index_TK, gate_TK)
+    else:
+        token_P, expert_P, gate_P = chosen
+        gate_TR = gate_TR.index_put((token_P, expert_P), gate_P)
+    if router.num_active == len(router.selection_bias):
+        return gate_TR  # all run
+    value_TR = router.biased(router.scores(x_TD.detach()))
+    with torch.no_grad():
+        threshold_T1: Any = 0.0
+        if router.gating == "topk":
+            best = value_TR.topk(router.num_active + 1, dim=-1).values
+            threshold_T1 = best[:, -2:].mean(dim=-1, keepdim=True)
+        width = SOFTNESS * value_TR.std(dim=-1, unbiased=False).mean().clamp(min=1e-20)
+    soft_TR: torch.Tensor = ((value_TR - threshold_T1) / width).sigmoid()
+    return gate_TR + (soft_TR - soft_TR.detach())
 
 
 def _forward(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:
