@@ -88,7 +88,7 @@ def test_loads_are_what_a_loop_counts(recipe: str) -> None:
     with torch.no_grad(), hooked(routers_of(model), look, before=True):
         run(model, WINDOWS)
     assert torch.equal(loads.count_LR, expected)
-    assert loads.tokens == WINDOWS.numel()
+    assert loads.tokens_L.tolist() == [WINDOWS.numel()] * 3
     for layer, found in enumerate(spread):
         assert float(loads.spread_L[layer]) == pytest.approx((sum(found) / len(found)) ** 0.5, 1e-4)
 
@@ -102,13 +102,13 @@ def test_micro_batches_count_like_one_batch() -> None:
                 both = whole if len(batches) == 1 else parts
                 with both.forward():
                     model(batch)
-    assert whole.tokens == parts.tokens == WINDOWS.numel()
+    assert whole.tokens == parts.tokens == [torch.tensor([WINDOWS.numel()])] * 3
     assert all(torch.equal(a, b) for a, b in zip(whole.count, parts.count, strict=True))
     model(WINDOWS)  # outside `forward`: an evaluation, or activations computed again
-    assert parts.tokens == WINDOWS.numel()
+    assert parts.tokens == [torch.tensor([WINDOWS.numel()])] * 3
     load = parts.step()
-    torch.testing.assert_close(load.sum(1), torch.full((3,), 3.0))
-    assert parts.tokens == 0
+    torch.testing.assert_close(torch.cat(load).sum(1), torch.full((3,), 3.0))
+    assert parts.tokens == [torch.tensor([0])] * 3
 
 
 @pytest.mark.parametrize("recipe", ["moesaic", "cmoe"])

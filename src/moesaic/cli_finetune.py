@@ -102,9 +102,9 @@ def _print(report: FinetuneReport, output: Path) -> None:
             "layer", "max/mean load", "after", "dead", "after", "experts a token", "after"
         )
         pairs = zip(report.loads_before, report.loads_after, strict=True)
-        for layer, (old, new) in enumerate(pairs):
+        for old, new in pairs:
             table.add_row(
-                str(layer), f"{old['max_over_mean']:.2f}", f"{new['max_over_mean']:.2f}",
+                old["group"], f"{old['max_over_mean']:.2f}", f"{new['max_over_mean']:.2f}",
                 str(old["dead"]), str(new["dead"]), f"{old['experts_per_token']:.2f}",
                 f"{new['experts_per_token']:.2f}",
             )  # fmt: skip

@@ -78,10 +78,10 @@ class FFNs:
         """Within a layer, every module that a conversion replaces."""
         return (self.ffn_path, *self.identities)
 
-    def last_modules(self) -> list[nn.Module]:
-        """Of every layer the module whose output is the FFN's."""
+    def last_module(self, layer: int) -> nn.Module:
+        """The module whose output is the FFN's."""
         inline = self.pattern.down if self.pattern.inline else self.ffn_path
-        return [layer.get_submodule(inline) for layer in self.layers]
+        return self.layers[layer].get_submodule(inline)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -3,7 +3,9 @@
 Paper, Section 4.3: b_j falls by gamma where expert j runs for more than its share, rises where it
 runs for less. The gate never sees the bias.
 
-Shape suffixes: T tokens, R routed experts, K routed experts run per token, L layers.
+Shape suffixes: T tokens, R routed experts, K routed experts run per token, G groups of experts that
+compete: one in a block, one for each of its experts in a layer that was a mixture before; L groups
+of all layers, P pairs of a token and an expert of such a layer.
 """
 
 from __future__ import annotations
@@ -18,31 +20,35 @@ import torch.distributed as dist
 
 from moesaic.finetune.lora import routers_of
 from moesaic.gating import budget_thresholds
+from moesaic.modeling import choose_experts
 
 BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Loads:
-    """How many experts ran (L, R) over `tokens` tokens, and the spread of what they are chosen by.
+    """How often each expert of a group ran (L, R) for the group's `tokens_L`.
 
-    `spread_L`: standard deviation over the experts of a token, root mean square over tokens.
+    `spread_L`: standard deviation over the experts of a token of what they are chosen by, root
+    mean square over tokens. `names` tell the groups.
     """
 
+    names: list[str]
     count_LR: torch.Tensor
-    tokens: int
-    num_active: int
+    tokens_L: torch.Tensor
     spread_L: torch.Tensor
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Per layer: pairs per token, each expert's share, largest over mean, dead experts."""
+        """Per group: pairs per token, each expert's share, largest over mean, dead experts."""
         rows = []
-        for count_R in self.count_LR.double():
-            share_R = count_R / count_R.sum()
+        groups = zip(self.names, self.count_LR.double(), self.tokens_L.tolist(), strict=True)
+        for name, count_R, tokens in groups:
+            share_R = count_R / count_R.sum().clamp(min=1)
             even = 1 / len(share_R)
             rows.append(
                 {
-                    "experts_per_token": float(count_R.sum()) / self.tokens,
+                    "group": name,
+                    "experts_per_token": float(count_R.sum()) / max(tokens, 1),
                     "max_over_mean": float(share_R.max()) / even,
                     "dead": int((share_R < 0.05 * even).sum()),
                     "share": [round(float(share), 6) for share in share_R],
@@ -57,7 +63,7 @@ def moved(
     target: float,
     rate: float,
     centre_R: torch.Tensor,
-    bound: float,
+    bound: float | torch.Tensor,
 ) -> torch.Tensor:
     """The bias after one step: by `rate` against every load above or below `target`.
 
@@ -69,10 +75,29 @@ def moved(
     return (bias_R - step_R).clamp(centre_R - bound, centre_R + bound)
 
 
-def selection_values(router: Any, x_TD: torch.Tensor) -> torch.Tensor:
-    """What the bias is added to (T, R)."""
-    score_TR: torch.Tensor = router.scores(x_TD)
+def selection_values(router: Any, *args: torch.Tensor) -> torch.Tensor:
+    """What the bias is added to (T, R), or (P, R), for what a router is called with."""
+    score_TR: torch.Tensor = router.scores(*args[:2])
     return score_TR.softmax(-1) if router.by_probability else score_TR
+
+
+def chosen(
+    router: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often each expert was chosen (G, R), by how many tokens of its group (G,)."""
+    bias = router.selection_bias
+    pairs = len(output) == 3  # as thresholds choose: rows, experts and gates
+    row, expert = (output[0], output[1]) if pairs else (None, output[0])
+    if bias.ndim == 2:  # a group for each outer expert; the second argument says which
+        group_P = args[1]
+        expert = expert + len(bias[0]) * (group_P[:, None] if row is None else group_P[row])
+        ones_P = torch.ones_like(group_P)
+        tokens_G = group_P.new_zeros(len(bias)).scatter_add_(0, group_P, ones_P)
+    else:
+        tokens_G = expert.new_tensor([len(args[0])])
+    expert = expert.flatten()
+    count = expert.new_zeros(bias.numel()).scatter_add_(0, expert, torch.ones_like(expert))
+    return count.view(len(tokens_G), -1), tokens_G
 
 
 class Balancer:
@@ -87,8 +112,9 @@ class Balancer:
         self.clear()
 
     def clear(self) -> None:
-        self.count = [torch.zeros_like(r.selection_bias) for r in self.routers]
-        self.tokens = 0
+        grouped = [r.selection_bias.view(-1, r.selection_bias.shape[-1]) for r in self.routers]
+        self.count = [torch.zeros_like(bias_GR) for bias_GR in grouped]
+        self.tokens = [torch.zeros_like(bias_GR[:, 0]) for bias_GR in grouped]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -100,40 +126,45 @@ class Balancer:
             self.counting = False
 
     def _hook(self, layer: int) -> Any:
-        def count(router: Any, args: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> None:
+        def count(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> None:
             if self.counting:
-                total_R = self.count[layer].to(args[0].device)
-                self.count[layer] = total_R + pairs_per_expert(router, output).float()
-                self.tokens += len(args[0]) if layer == 0 else 0
+                count_GR, tokens_G = chosen(router, args, output)
+                self.count[layer] = self.count[layer].to(count_GR.device) + count_GR
+                self.tokens[layer] = self.tokens[layer].to(count_GR.device) + tokens_G
 
         return count
 
     @torch.no_grad()
-    def step(self) -> torch.Tensor:
+    def step(self) -> list[torch.Tensor]:
         """Moves the biases by the loads since the last step, summed over all processes.
 
-        Returns the loads (L, R), in pairs per token.
+        Returns every layer's loads (G, R), in pairs per token. A group without tokens stays.
         """
-        device = self.count[0].device
-        sums = torch.cat([*self.count, torch.tensor([float(self.tokens)], device=device)])
+        parts = [*self.count, *self.tokens]
+        sums = torch.cat([part.flatten().to(parts[0].device) for part in parts])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)
-        load_LR = (sums[:-1] / sums[-1]).view(len(self.routers), -1)
+        found = [
+            values.view(part.shape)
+            for values, part in zip(sums.split([p.numel() for p in parts]), parts, strict=True)
+        ]
+        loads, start = [], 0
         for layer, router in enumerate(self.routers):
-            bias_R = router.selection_bias
-            target = router.num_active / len(bias_R)
-            centre_R = self.centre[layer].to(bias_R.device)
-            bound = float(self.bound_L[layer])
-            bias_R.copy_(moved(bias_R, load_LR[layer], target, self.rate, centre_R, bound))
+            count_GR, tokens_G = found[layer], found[len(self.routers) + layer][:, None]
+            bias = router.selection_bias
+            bias_GR, centre_GR = (b.view(count_GR.shape) for b in (bias, self.centre[layer]))
+            target = router.num_active / count_GR.shape[1]
+            load_GR = torch.where(tokens_G > 0, count_GR / tokens_G.clamp(min=1), target)
+            bound_G1 = self.bound_L[start : start + len(count_GR), None]
+            moved_GR = moved(
+                bias_GR, load_GR.to(bias.device), target, self.rate, centre_GR.to(bias.device),
+                bound_G1.to(bias),
+            )  # fmt: skip
+            bias.copy_(moved_GR.view_as(bias))
+            loads.append(load_GR)
+            start += len(count_GR)
         self.clear()
-        return load_LR
-
-
-def pairs_per_expert(router: Any, output: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """How often each expert was chosen (R,), from a router's output under either gating."""
-    expert = output[1] if router.gating == "threshold" else output[0]
-    zero_R = torch.zeros(len(router.selection_bias), dtype=torch.long, device=expert.device)
-    return zero_R.scatter_add_(0, expert.flatten(), torch.ones_like(expert.flatten()))
+        return loads
 
 
 @contextmanager
@@ -170,18 +201,28 @@ def measure_loads(model: Any, windows_NL: torch.Tensor) -> Loads | None:
     routers = routers_of(model)
     if not routers:
         return None
-    count_LR = torch.zeros(len(routers), len(routers[0].selection_bias), dtype=torch.long)
-    square_L = torch.zeros(len(routers), dtype=torch.double)
+    counts: list[Any] = [0] * len(routers)
+    tokens: list[Any] = [0] * len(routers)
+    squares: list[Any] = [0] * len(routers)
 
     def count(layer: int, router: Any, args: Any, output: Any) -> None:
-        count_LR[layer] += pairs_per_expert(router, output).cpu()
-        value_TR = selection_values(router, args[0]).double()
-        square_L[layer] += value_TR.var(dim=1, unbiased=False).sum().cpu()
+        count_GR, tokens_G = chosen(router, args, output)
+        square_T = selection_values(router, *args).double().var(dim=1, unbiased=False)
+        group_T = args[1] if len(tokens_G) > 1 else torch.zeros_like(square_T).long()
+        square_G = torch.zeros_like(tokens_G, dtype=torch.double)
+        counts[layer] = counts[layer] + count_GR.cpu()
+        tokens[layer] = tokens[layer] + tokens_G.cpu()
+        squares[layer] = squares[layer] + square_G.index_add_(0, group_T, square_T).cpu()
 
     with hooked(routers, count):
         run(model, windows_NL)
-    tokens = windows_NL.numel()
-    return Loads(count_LR, tokens, routers[0].num_active, (square_L / tokens).sqrt())
+    names = [
+        f"{layer}" if len(tokens_G) == 1 else f"{layer}, expert {group}"
+        for layer, tokens_G in enumerate(tokens)
+        for group in range(len(tokens_G))
+    ]
+    tokens_L, square_L = torch.cat(tokens), torch.cat(squares)
+    return Loads(names, torch.cat(counts), tokens_L, (square_L / tokens_L.clamp(min=1)).sqrt())
 
 
 @torch.no_grad()
@@ -194,16 +235,25 @@ def refit_thresholds(model: Any, windows_NL: torch.Tensor) -> None:
     routers = [router for router in routers_of(model) if router.gating == "threshold"]
 
     def refit(layer: int, router: Any, args: Any) -> None:
-        score_TR = router.scores(args[0])
-
-        def count(threshold_R: torch.Tensor) -> int:
-            router.selection_bias.copy_(-threshold_R)
-            return int(router.choose(score_TR).sum())
-
-        router.selection_bias.copy_(-budget_thresholds(score_TR, router.num_active, count))
+        score_TR, bias = router.scores(*args[:2]), router.selection_bias
+        group_T = args[1] if bias.ndim == 2 else torch.zeros_like(score_TR[:, 0]).long()
+        for group, bias_R in enumerate(bias.view(-1, bias.shape[-1])):
+            own_TR = score_TR[group_T == group]
+            if len(own_TR):
+                _refit(router, own_TR, bias_R)
 
     if routers:
         model.eval()
         device = model.get_input_embeddings().weight.device
         with hooked(routers, refit, before=True):
             model(input_ids=windows_NL.to(device), use_cache=False)
+
+
+def _refit(router: Any, score_TR: torch.Tensor, bias_R: torch.Tensor) -> None:
+    """Sets one group's thresholds, in place."""
+
+    def count(threshold_R: torch.Tensor) -> int:
+        ran_TR = choose_experts(score_TR - threshold_R, "threshold", 0, router.cap)
+        return int(ran_TR.sum())
+
+    bias_R.copy_(-budget_thresholds(score_TR, router.num_active, count))

@@ -68,7 +68,7 @@ def loads_png(before: Loads, after: Loads) -> bytes:
                 range(1, len(shares) + 1),
                 [share / even for share in shares],
                 color=(0.9 * layer / max(layers - 1, 1), 0.3, 0.6),
-                label=f"layer {layer}" if layer in (0, layers - 1) else None,
+                label=f"layer {before.names[layer]}" if layer in (0, layers - 1) else None,
             )
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.set(title=title, xlabel="expert, by load")

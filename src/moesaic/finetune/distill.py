@@ -60,9 +60,9 @@ class Teacher:
         if mix.ffn:
             for block in blocks_of(student):
                 block.register_forward_hook(self._keep(self.outputs))
-            modules = find_ffns(dense).last_modules()
-            for module in (modules[layer] for layer in student.config.moesaic["layers"]):
-                module.register_forward_hook(self._keep(self.targets))
+            ffns = find_ffns(dense)
+            for layer in student.config.moesaic["layers"]:
+                ffns.last_module(layer).register_forward_hook(self._keep(self.targets))
 
     def _keep(self, kept: list[torch.Tensor]) -> Any:
         def keep(module: Any, args: Any, output: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moesaic.finetune.balance import hooked, pairs_per_expert, run
+from moesaic.finetune.balance import chosen, hooked, run
 from moesaic.finetune.lora import blocks_of, routers_of
 
 
@@ -26,7 +26,7 @@ def mean_gates(model: Any, windows_NL: torch.Tensor) -> list[torch.Tensor]:
     def add(layer: int, router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> None:
         expert, gate = output[-2], output[-1]  # of top-k: (T, K); of thresholds: (P,)
         sums[layer].scatter_add_(0, expert.flatten(), gate.flatten().float())
-        counts[layer] += pairs_per_expert(router, output)
+        counts[layer] += chosen(router, args, output)[0][0]
 
     with hooked(routers, add):
         run(model, windows_NL)
@@ -41,6 +41,6 @@ def fold_scale(model: Any, gates: list[torch.Tensor]) -> None:
     """Multiplies every expert's W_down by its mean gate and sets expert_scale to zero, in place."""
     blocks = [block for block in blocks_of(model) if block.router is not None]
     for block, gate_R in zip(blocks, gates, strict=True):
-        down: Any = block.experts.down_proj  # type: ignore[union-attr] # as the router is there
+        down: Any = block.experts.down_proj
         down.copy_(down.float() * gate_R[:, None, None])
-        block.router.expert_scale.zero_()  # type: ignore[union-attr]
+        block.router.expert_scale.zero_()

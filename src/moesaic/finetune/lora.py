@@ -14,48 +14,63 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from moesaic.modeling import MoesaicBlock, MoesaicRouter
+from moesaic.modeling import MoesaicBlock, MoesaicExperts, MoesaicHierarchy
 
 NAME = "default"  # of the adapter
 
 
-def blocks_of(model: Any) -> list[MoesaicBlock]:
-    """The MoE block of every layer, wrapped by PEFT or not."""
-    return [module for module in model.modules() if isinstance(module, MoesaicBlock)]
+def blocks_of(model: Any) -> list[Any]:
+    """The MoE block of every layer, wrapped by PEFT or not; in a mixture that of its experts."""
+    kind = MoesaicHierarchy if is_mixture(model) else MoesaicBlock
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def is_mixture(model: Any) -> bool:
+    """Whether the model was a mixture before it was converted."""
+    return "num_outer" in getattr(model.config, "moesaic", {})
 
 
 def routers_of(model: Any) -> list[Any]:
-    """The router that runs in every layer: with PEFT the trained copy."""
+    """The routers of all MoE blocks, shared experts' too: with PEFT the trained copies."""
     found = []
-    for block in blocks_of(model):
-        router: Any = block.router
-        if router is not None:
-            copies = getattr(router, "modules_to_save", None)
-            found.append(router if copies is None else copies[NAME])
+    for block in model.modules():
+        if isinstance(block, MoesaicBlock | MoesaicHierarchy) and block.router is not None:
+            copies = getattr(block.router, "modules_to_save", None)
+            found.append(block.router if copies is None else copies[NAME])
     return found
 
 
 def targets(model: Any) -> tuple[list[str], list[str]]:
     """Names of the linear modules and of the fused expert parameters that get LoRA weights.
 
-    Every linear module inside a layer but the router's; the output head stays as it is.
+    Every linear module inside a layer but those of routers; the output head stays as it is.
     """
-    routers = [name for name, module in model.named_modules() if isinstance(module, MoesaicRouter)]
     modules = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and any(part.isdigit() for part in name.split("."))
-        and not any(name.startswith(f"{router}.") for router in routers)
+        and not {"router", "gate", "shared_expert_gate"} & set(name.split("."))
     ]
     experts = {
-        f"experts.{name}"
-        for block in blocks_of(model)
-        if block.experts is not None
-        for name, parameter in block.experts.named_parameters()
+        f"{'.'.join(path.split('.')[-2:])}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, MoesaicExperts)
+        for name, parameter in module.named_parameters()
         if parameter.ndim == 3
     }
     return modules, sorted(experts)
+
+
+def trained_routers(model: Any) -> list[str]:
+    """Ends of the names of our routers, by which they differ from a mixture's own."""
+    return sorted(
+        {
+            f"{'.'.join(path.split('.')[-1:])}.router"
+            for path, block in model.named_modules()
+            if isinstance(block, MoesaicBlock | MoesaicHierarchy) and block.router is not None
+        }
+    )
 
 
 def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
@@ -71,7 +86,7 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
         lora_alpha=alpha,  # type: ignore[arg-type] # any number
         target_modules=modules,
         target_parameters=parameters or None,
-        modules_to_save=["router"] if parameters else None,
+        modules_to_save=trained_routers(model) or None,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():  # GPT-2's transposed modules are found out one by one
@@ -81,8 +96,7 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
         for module in wrapped.modules():
             if getattr(module, "parameter_name", None) == "down_proj":
                 factor: Any = module
-                size = model.config.moesaic["expert_size"]
-                factor.lora_A[NAME].weight[:, size:] = 0
+                factor.lora_A[NAME].weight[:, factor.get_base_layer().neurons :] = 0
     freeze(wrapped, freeze_router)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
@@ -114,18 +128,19 @@ def merge(wrapped: PeftModel) -> Any:
     state is zero, so the outputs are the same.
     """
     model: Any = wrapped.merge_and_unload()
-    for block in blocks_of(model):
-        if block.experts is not None and block.router is not None:
-            clear_padding(block.experts, model.config.moesaic)
-            for name, parameter in block.router.named_parameters():
-                if name != "expert_scale":
-                    parameter.data = parameter.data.to(model.dtype)
+    for module in model.modules():
+        if isinstance(module, MoesaicExperts):
+            clear_padding(module)
+    for router in routers_of(model):
+        for name, parameter in router.named_parameters():
+            if name != "expert_scale":
+                parameter.data = parameter.data.to(model.dtype)
     return model.requires_grad_(True).eval()
 
 
-def clear_padding(experts: Any, moe: dict[str, Any]) -> None:
-    """Sets the neurons beyond `expert_size` to zero, in place."""
-    size, padded = moe["expert_size"], moe["padded_size"]
+def clear_padding(experts: Any) -> None:
+    """Sets the neurons that only pad an expert to zero, in place."""
+    size, padded = experts.neurons, experts.down_proj.shape[2]
     experts.down_proj[:, :, size:] = 0
-    stacked = experts.gate_up_proj if moe["ffn"]["gated"] else experts.up_proj
+    stacked = experts.gate_up_proj if experts.has_gate else experts.up_proj
     stacked.unflatten(1, (-1, padded))[:, :, size:] = 0

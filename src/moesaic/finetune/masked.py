@@ -32,7 +32,7 @@ def masked_experts(
 ) -> torch.Tensor:
     """Sum over all experts of gate * expert(x), as an implementation of transformers' seam."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    size = experts.config.moesaic["expert_size"]  # those beyond pad an expert and do nothing
+    size = experts.neurons  # those beyond pad an expert and do nothing
 
     def rows(tensor: torch.Tensor) -> Any:
         parts = tensor.unflatten(1, (2 if experts.has_gate else 1, -1))
@@ -91,7 +91,9 @@ def _forward(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def masked(model: Any) -> Iterator[None]:
     """Blocks of a model, wrapped by PEFT or not, compute all experts for a while, if worth it."""
     moe = getattr(model.config, "moesaic", {})
-    if moe.get("num_active", 0) <= WORTH * moe.get("num_routed", 0):
+    # In a model that was a mixture before most pairs of token and sub-expert do not run.
+    few = moe.get("num_active", 0) <= WORTH * moe.get("num_routed", 0)
+    if few or "num_outer" in moe:
         yield
         return
     kept = []
@@ -102,7 +104,7 @@ def masked(model: Any) -> Iterator[None]:
         ).config
         kept.append((block, config, config._experts_implementation_internal))
         config._experts_implementation_internal = NAME
-        block.forward = partial(_forward, block)  # type: ignore[method-assign]
+        block.forward = partial(_forward, block)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from moesaic.evaluate.perplexity import perplexity
 from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
 from moesaic.finetune.fold import fold_scale, mean_gates
-from moesaic.finetune.lora import blocks_of, routers_of
+from moesaic.finetune.lora import blocks_of, is_mixture, routers_of
 from moesaic.finetune.lora import merge as merge_lora
 from moesaic.finetune.prepare import Ready, prepare
 from moesaic.finetune.report import FinetuneReport, finetune_card
@@ -164,7 +164,8 @@ def _save(
         return
     model = merge_lora(wrapped)
     router = model.config.moesaic["router"]
-    if routers_of(model) and (router["kind"], router["gating"]) == ("linear", "topk"):
+    stock = (router["kind"], router["gating"]) == ("linear", "topk") and not is_mixture(model)
+    if routers_of(model) and stock:  # an architecture that holds its experts, but no gates
         scales = [router.expert_scale.clone() for router in routers_of(model)]
         downs = [block.experts.down_proj.clone() for block in _routed(model)]
         fold_scale(model, mean_gates(model, few_NL))

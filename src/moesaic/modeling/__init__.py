@@ -3,6 +3,7 @@
 from transformers import AutoConfig
 
 from .configuration_moesaic import MoesaicConfig, config_class_for
+from .experts_moesaic import MoesaicExperts
 from .hierarchy_moesaic import MoesaicHierarchy, MoesaicPairProjection
 from .modeling_moesaic import (
     MoesaicBlock,
@@ -12,18 +13,20 @@ from .modeling_moesaic import (
     new_beside,
     new_block,
 )
-from .routing_moesaic import MoesaicProjection, MoesaicRouter
+from .routing_moesaic import MoesaicProjection, MoesaicRouter, choose_experts
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 
 __all__ = [
     "MoesaicBlock",
     "MoesaicConfig",
+    "MoesaicExperts",
     "MoesaicHierarchy",
     "MoesaicPairProjection",
     "MoesaicProjection",
     "MoesaicRouter",
     "beside_config",
+    "choose_experts",
     "config_class_for",
     "install_beside",
     "install_block",

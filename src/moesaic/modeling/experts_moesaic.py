@@ -21,20 +21,26 @@ def random_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape).normal_(std=0.02))
 
 
+def padded(count: int) -> int:
+    """Rounded up to a multiple of 8."""
+    return -(-count // 8) * 8
+
+
 @use_experts_implementation
 class MoesaicExperts(nn.Module):
     """Routed experts as transformers 5 keeps them: fused 3-D weights, run by one of its kernels.
 
-    `count` experts of `size` neurons: sizes are rounded up to a multiple of 8 with neurons of
-    weight zero, which add nothing, as torch's grouped product wants rows of whole 16 bytes.
+    `count` experts of `neurons`, stored rounded up to a multiple of 8 with neurons of weight zero,
+    which add nothing: torch's grouped product wants rows of whole 16 bytes.
 
     `forward` is the plain loop over experts ("eager"); `model.set_experts_implementation` switches
     to `grouped_mm` (the default) or `batched_mm`.
     """
 
-    def __init__(self, config: MoesaicConfig, count: int, size: int):
+    def __init__(self, config: MoesaicConfig, count: int, neurons: int):
         super().__init__()
-        ffn = config.moesaic["ffn"]
+        ffn, size = config.moesaic["ffn"], padded(neurons)
+        self.neurons = neurons
         self.num_experts = count  # the name that transformers' kernels read
         self.act_fn = ACT2FN[ffn["activation"]]
         rows = 2 * size if ffn["gated"] else size
@@ -68,9 +74,9 @@ class MoesaicExperts(nn.Module):
         return output_TD
 
 
-def make_experts(config: MoesaicConfig, count: int, size: int) -> MoesaicExperts:
+def make_experts(config: MoesaicConfig, count: int, neurons: int) -> MoesaicExperts:
     """Experts of the family's kind: with a gate or without, with biases or without."""
-    experts = MoesaicExperts(config, count, size)
+    experts = MoesaicExperts(config, count, neurons)
     # The decorator sets these per class; ours is per family.
     experts.has_gate, experts.has_bias = (
         config.moesaic["ffn"]["gated"],

@@ -17,13 +17,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .configuration_moesaic import MoesaicConfig
-from .experts_moesaic import make_experts, random_parameter
-from .routing_moesaic import choose_experts
-
-
-def padded(count: int) -> int:
-    """Rounded up to a multiple of 8: torch's grouped product wants rows of whole 16 bytes."""
-    return -(-count // 8) * 8
+from .experts_moesaic import make_experts, padded, random_parameter
+from .routing_moesaic import choose_experts, ranked
 
 
 class MoesaicPairProjection(nn.Module):
@@ -100,6 +95,7 @@ class MoesaicSubRouter(nn.Module):
                 config, hidden, num_routed, ffn["bias"], exact=False
             )
         self.act_fn = ACT2FN[ffn["activation"]]
+        self.by_probability = self.score_proj is None and self.gating == "topk"
         shape = (moe["num_outer"], num_routed)
         self.expert_scale = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(shape, dtype=torch.float32))
@@ -121,20 +117,30 @@ class MoesaicSubRouter(nn.Module):
         return (scores_PR.abs() if self.absolute else scores_PR).float()
 
     def forward(
-        self, x_PD: torch.Tensor, expert_P: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Top-k gating: chosen sub-experts (P, K) and their gates (P, K), in float32."""
+        self, x_PD: torch.Tensor, expert_P: torch.Tensor, whole_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Chosen sub-experts (P, K) and their gates (P, K), in float32; or `triples`.
+
+        Those where thresholds choose, or some outer experts stay whole.
+        """
+        if self.gating == "threshold" or whole_E is not None:
+            return self.triples(x_PD, expert_P, whole_E)
         scores_PR = self.scores(x_PD, expert_P)
-        biased_PR = scores_PR + self.selection_bias[expert_P]
+        biased_PR = self.biased(scores_PR, expert_P)
         index_PK = biased_PR.topk(self.num_active, dim=-1).indices
         return index_PK, self._gates(scores_PR, expert_P).gather(1, index_PK)
+
+    def biased(self, scores_PR: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
+        """What sub-experts are chosen by (P, R)."""
+        value_PR = ranked(scores_PR, self.selection_bias, self.by_probability)
+        return value_PR + self.selection_bias[expert_P]
 
     def triples(
         self, x_PD: torch.Tensor, expert_P: torch.Tensor, whole_E: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Pair, sub-expert and gate (Q,) of all that run; every one of a `whole` outer expert."""
         scores_PR = self.scores(x_PD, expert_P)
-        biased_PR = scores_PR + self.selection_bias[expert_P]
+        biased_PR = self.biased(scores_PR, expert_P)
         chosen_PR = choose_experts(biased_PR, self.gating, self.num_active, self.cap)
         if whole_E is not None:
             chosen_PR = chosen_PR | whole_E[expert_P, None]
@@ -162,11 +168,11 @@ class MoesaicHierarchy(nn.Module):
         shared = moe["shared_size"]
         if self.whole and not self.num_routed:
             shared += moe["dropped"]
-        self.shared_experts = make_experts(config, outer, padded(shared)) if shared else None
+        self.shared_experts = make_experts(config, outer, shared) if shared else None
         self.router = self.experts = None
         if self.num_routed:
             self.router = MoesaicSubRouter(config)
-            self.experts = make_experts(config, outer * self.num_routed, moe["padded_size"])
+            self.experts = make_experts(config, outer * self.num_routed, moe["expert_size"])
         self.output_bias = (
             nn.Parameter(torch.zeros(outer, config.hidden_size)) if moe["output_bias"] else None
         )
@@ -204,7 +210,7 @@ class MoesaicHierarchy(nn.Module):
             )
             whole_E[self.whole] = True
         # Every triple as a token of its own with one expert: as much work as triples.
-        pair_Q, sub_Q, gate_Q = self.router.triples(x_PD, expert_P, whole_E)
+        pair_Q, sub_Q, gate_Q = self.router(x_PD, expert_P, whole_E)
         triple_Q, gate_Q = expert_P[pair_Q] * self.num_routed + sub_Q, gate_Q * weight_P[pair_Q]
         y_QD = self.experts(x_PD[pair_Q], triple_Q[:, None], gate_Q[:, None])
         return torch.zeros_like(x_TD).index_add_(0, pair_Q // outer, y_QD)

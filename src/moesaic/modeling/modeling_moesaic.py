@@ -60,7 +60,7 @@ class MoesaicBlock(nn.Module):
         self.shared_expert = MoesaicSharedExpert(config) if moe["shared_size"] else None
         self.router = MoesaicRouter(config) if moe["num_routed"] else None
         self.experts = (
-            make_experts(config, moe["num_routed"], moe["padded_size"])
+            make_experts(config, moe["num_routed"], moe["expert_size"])
             if moe["num_routed"]
             else None
         )

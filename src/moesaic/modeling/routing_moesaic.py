@@ -107,19 +107,9 @@ class MoesaicRouter(nn.Module):
         token_P, expert_P = self.choose(scores_TR).nonzero(as_tuple=True)
         return token_P, expert_P, self._gates(scores_TR)[token_P, expert_P]
 
-    def ranked(self, scores_TR: torch.Tensor) -> torch.Tensor:
-        """What the bias is added to (T, R): scores, or probabilities where representatives score.
-
-        Those keep the scores' order, but where they underflow they tie: without a bias the
-        scores themselves rank, as they did before training.
-        """
-        if not self.by_probability:
-            return scores_TR
-        return torch.where(self.selection_bias.any(), scores_TR.softmax(dim=-1), scores_TR)
-
     def biased(self, scores_TR: torch.Tensor) -> torch.Tensor:
         """What experts are chosen by (T, R)."""
-        return self.ranked(scores_TR) + self.selection_bias
+        return ranked(scores_TR, self.selection_bias, self.by_probability) + self.selection_bias
 
     def choose(self, scores_TR: torch.Tensor) -> torch.Tensor:
         """Which experts run (T, R), under either gating."""
@@ -128,6 +118,19 @@ class MoesaicRouter(nn.Module):
 
     def _gates(self, scores_TR: torch.Tensor) -> torch.Tensor:
         return 1 + scores_TR.softmax(dim=-1) * self.expert_scale
+
+
+def ranked(
+    scores_TR: torch.Tensor, selection_bias: torch.Tensor, by_probability: bool
+) -> torch.Tensor:
+    """What the bias is added to (T, R): scores, or probabilities where representatives score.
+
+    Those keep the scores' order, but where they underflow they tie: without a bias the scores
+    themselves rank, as they did before training.
+    """
+    if not by_probability:
+        return scores_TR
+    return torch.where(selection_bias.any(), scores_TR.softmax(dim=-1), scores_TR)
 
 
 def choose_experts(biased_TR: torch.Tensor, gating: str, num_active: int, cap: int) -> torch.Tensor:
