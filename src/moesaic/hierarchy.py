@@ -133,8 +133,8 @@ def stays_whole(routed: Routed, asked: dict[str, Any]) -> dict[int, str]:
             why[expert] = "not asked for"
         elif not len(token_P):
             why[expert] = "the router never uses it"
-        elif len(token_P) < max(asked["min_tokens"], 2):
-            why[expert] = f"{len(token_P)} tokens of the {asked['min_tokens']} it needs"
+        elif len(token_P) < (needed := max(asked["min_tokens"], 2)):  # one to fit on, one to judge
+            why[expert] = f"{len(token_P)} tokens of the {needed} it needs"
     return why
 
 
