@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -123,11 +124,12 @@ def table(bench: Bench) -> list[dict[str, Any]]:
     for seed in range(arguments.seeds):
         row = {"recipe": "dense", "sparsity": 0, "seed": seed, "free": base}
         for name, (mix, rate) in losses.items():
-            if mix == PLAIN:
+            if mix == PLAIN and not arguments.no_dense:
                 model = load_model(arguments.model, "float32")
                 row[name], _ = bench.trained(model, bench.settings(seed, lora_lr=rate))
-        say(row)
-        rows.append(row)
+        if not arguments.no_dense:
+            say(row)
+            rows.append(row)
         for sparsity in arguments.sparsity:
             for recipe in arguments.recipes.split(","):
                 row = {"recipe": recipe, "sparsity": sparsity, "seed": seed}
@@ -147,7 +149,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """Means over seeds; in brackets over the dense model, fine-tuned by plain loss."""
     names = [n for n in ("free", "paper's rate", "plain", "distilled") if any(n in r for r in rows)]
     keys = dict.fromkeys((row["sparsity"], row["recipe"], row.get("layout", "")) for row in rows)
-    dense = statistics.mean(r["plain"] for r in rows if r["recipe"] == "dense")
+    dense = statistics.mean([r["plain"] for r in rows if r["recipe"] == "dense"] or [math.nan])
     print("| skipped | recipe | layout | " + " | ".join(names) + " |")
     print("|---" * (3 + len(names)) + "|")
     for sparsity, recipe, layout in keys:
@@ -215,6 +217,7 @@ def main() -> None:
     parser.add_argument("--grain", default="medium")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=32_768)
+    parser.add_argument("--no-dense", action="store_true", help="table: without the first row")
     parser.add_argument("--only", default="", help="mixes: only these")
     arguments = parser.parse_args()
     logging.set_verbosity_error()

@@ -16,8 +16,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import cli
+from moesaic import checkpoint, cli
 from moesaic.errors import MoesaicError
+from moesaic.finetune import prepare as prepare_module
+from moesaic.finetune import run as run_module
 from moesaic.finetune.balance import measure_loads
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
@@ -414,6 +416,26 @@ def test_a_full_disk_keeps_the_checkpoints(
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+def test_a_disk_that_fills_at_the_very_end_costs_no_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(draft: Path, output: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tuned(folder, tmp_path / "whole", checkpoint_every=2)
+    monkeypatch.setattr(checkpoint, "take_name", full)
+    with pytest.raises(MoesaicError, match="no space left on the disk"):
+        tuned(folder, tmp_path / "out", checkpoint_every=2)
+    monkeypatch.undo()
+    monkeypatch.setattr(RecoveryTrainer, "training_step", None)  # no step is left to make
+    tuned(folder, tmp_path / "out", checkpoint_every=2, resume=True)
+    one, two = (
+        load_model(tmp_path / "whole").state_dict(),
+        load_model(tmp_path / "out").state_dict(),
+    )
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -427,7 +449,6 @@ def test_a_full_disk_keeps_the_checkpoints(
         ({"distill": "nowhere/at/all"}, "no such model folder"),
         ({"seed": -1}, "seed -1 is outside"),
         ({"device": "cpu:0"}, "accelerate launch"),
-        ({"tensorboard": "events"}, "pip install tensorboard"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
@@ -437,6 +458,29 @@ def test_bad_input_is_one_line_and_writes_nothing(
         tuned(folder, tmp_path / "out", **changes)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_is_asked_for_before_the_work(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "find_spec", lambda name: None)
+    with pytest.raises(MoesaicError, match="pip install tensorboard"):
+        tuned(folder, tmp_path / "out", tensorboard="events")
+
+
+def test_gates_that_fold_badly_are_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "FOLD_LOSS", 0.0)
+    report = tuned(folder, tmp_path / "out", scale_lr=0.1)
+    assert not report.folded
+    model = load_model(tmp_path / "out")
+    assert all(router.expert_scale.abs().max() > 0.1 for router in routers_of(model))
+    ids = tokenizer()(TEXT)["input_ids"]
+    value, _ = moesaic.perplexity(model, torch.tensor(ids)[-(len(ids) // 10) :], 64)
+    assert value == pytest.approx(report.perplexity, rel=1e-5)
+    with pytest.raises(MoesaicError, match=r"expert_scale is not 0.*--scale-lr 0"):
+        moesaic.export(str(tmp_path / "out"), "glm4_moe", tmp_path / "stock")
 
 
 def test_models_that_do_not_fit(folder: Path, dense: Path, tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ def finetune_command(
     alpha: Annotated[float, typer.Option(help="LoRA weights count alpha / rank times.")] = 32,
     lora_lr: Annotated[
         float | None,
-        typer.Option(help="Learning rate of LoRA and routers [default: 5.95e-5; distilled: HERE]."),
+        typer.Option(
+            help="Learning rate of LoRA and routers [default: 5.95e-5; with --distill 3e-4]."
+        ),
     ] = None,
     scale_lr: Annotated[float, typer.Option(help="Learning rate of expert_scale.")] = 1e-3,
     balance_rate: Annotated[

@@ -72,8 +72,8 @@ def all_gates(router: Any, x_TD: torch.Tensor) -> torch.Tensor:
         if router.gating == "topk":
             best = value_TR.topk(router.num_active + 1, dim=-1).values
             threshold_T1 = best[:, -2:].mean(dim=-1, keepdim=True)
-        width = SOFTNESS * value_TR.std(dim=-1, unbiased=False).mean().clamp(min=1e-20)
-    soft_TR: torch.Tensor = ((value_TR - threshold_T1) / width).sigmoid()
+        spread_T1 = value_TR.std(dim=-1, keepdim=True, unbiased=False).clamp(min=1e-20)
+    soft_TR: torch.Tensor = ((value_TR - threshold_T1) / (SOFTNESS * spread_T1)).sigmoid()
     return gate_TR + (soft_TR - soft_TR.detach())
 
 

@@ -123,13 +123,15 @@ def prepare(
     length = window_length([config], sequence_length)
     tokenizer = load_tokenizer(model, trust_remote_code)
     ids, heldout_ids, heldout = hold_out(to_ids(data, tokenizer), data, tokenizer, length)
+    windows_NL = draw_windows(ids, samples, length, seed)
+    samples, length = windows_NL.shape
+    window_length([config], length)  # windows that were given may be too long
     mix = Mix() if distill is None else DISTILLED
     usual = PLAIN_LR if distill is None else DISTILLED_LR
     settings = Settings(
         samples, length, epochs, batch_size, rank, alpha, lora_lr or usual, scale_lr, balance_rate,
         freeze_router, mix, seed,
     )  # fmt: skip
-    windows_NL = draw_windows(ids, samples, length, seed)
     return Ready(settings, config, tokenizer, windows_NL, source_name(data), heldout_ids, heldout)
 
 

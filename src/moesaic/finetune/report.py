@@ -47,12 +47,13 @@ class FinetuneReport:
         return {name: value for name, value in self.to_dict().items() if name in names}
 
 
-def finetune_card(report: FinetuneReport, command: str | None) -> str:
+def finetune_card(report: FinetuneReport, licence: str | None, command: str | None) -> str:
     """README.md of a fine-tuned model or adapter."""
     values = report.settings
     name = Path(report.model).name
     front: dict[str, Any] = {"library_name": "transformers" if report.merged else "peft"}
     front |= {"pipeline_tag": "text-generation", "tags": ["moesaic", "mixture-of-experts"]}
+    front |= {"license": licence} if licence else {}
 
     def shown(value: float | None) -> str:
         return "not measured: nothing was held out" if value is None else f"{value:.4f}"
@@ -73,9 +74,14 @@ def finetune_card(report: FinetuneReport, command: str | None) -> str:
     if report.heldout:
         rows.append(("Measured on", f"{report.heldout}, {report.heldout_tokens} tokens"))
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    load = 'AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")'
+    load = 'model = AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")'
     if not report.merged:
-        load = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({report.model!r}), "PATH_TO_THIS_FOLDER")'  # noqa: E501
+        load = (
+            "from peft import PeftModel\n\n"
+            f"    base = AutoModelForCausalLM.from_pretrained({report.model!r})\n"
+            '    model = PeftModel.from_pretrained(base, "PATH_TO_THIS_FOLDER")'
+        )
+    what = "A mixture of experts" if report.merged else "A PEFT adapter for a mixture of experts"
     how = f"\nCommand:\n\n    {command}\n" if command else ""
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
@@ -83,8 +89,7 @@ def finetune_card(report: FinetuneReport, command: str | None) -> str:
 
 # {name}, fine-tuned
 
-{"A mixture of experts" if report.merged else "A PEFT adapter for a mixture of experts"} made by
-moesaic, recovered by light fine-tuning.
+{what} made by moesaic, recovered by light fine-tuning.
 
 | | |
 |---|---|
@@ -93,6 +98,7 @@ moesaic, recovered by light fine-tuning.
 Use, with moesaic installed:
 
     import moesaic
+    from transformers import AutoModelForCausalLM
     {load}
 
 Loads of the experts before and after are in `moesaic_finetune.json` and `loads.png`, the losses in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ import torch
 from accelerate import PartialState
 
 from moesaic import checkpoint
+from moesaic.card import licence_of
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
@@ -25,8 +27,9 @@ from moesaic.finetune.lora import merge as merge_lora
 from moesaic.finetune.prepare import Ready, prepare
 from moesaic.finetune.report import FinetuneReport, finetune_card
 from moesaic.finetune.train import Machine, gather, train
-from moesaic.load import load_model
+from moesaic.load import load_model, resolve
 from moesaic.search import HELDOUT_TOKENS
+from moesaic.soundness import check_vocabulary
 
 FOLD_LOSS = 1.001  # perplexity over the unfolded model's up to which the gates are folded
 LOAD_TOKENS = 8192  # of the training text, on which loads, gates and thresholds are measured
@@ -106,8 +109,11 @@ def finetune(
         merged=merge,
         heldout=ready.heldout,
     )
+    check_vocabulary(loaded, ready.windows_NL)
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        loaded.to(state.device)
     length = settings.sequence_length
-    if ready.heldout_ids is not None:
+    if ready.heldout_ids is not None and state.is_main_process:
         report.perplexity_before, report.heldout_tokens = perplexity(
             loaded, ready.heldout_ids, length, HELDOUT_TOKENS
         )
@@ -200,7 +206,9 @@ def _write_files(
         (folder / "loads.png").write_bytes(loads_png(before, after))
     text = json.dumps(report.to_dict(), indent=2) + "\n"
     (folder / "moesaic_finetune.json").write_text(text, "utf-8")
-    (folder / "README.md").write_text(finetune_card(report, command), "utf-8")
+    (folder / "README.md").write_text(
+        finetune_card(report, licence_of(resolve(report.model)), command), "utf-8"
+    )
     for path in folder.iterdir():  # safetensors makes private files
         path.chmod((folder.stat().st_mode & 0o666) | 0o600)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 from moesaic.checkpoint import UnfinishedError
 from moesaic.finetune.balance import Balancer, Loads, measure_loads
 from moesaic.finetune.distill import Mix, Teacher
 from moesaic.finetune.lora import NAME, freeze, parameter_groups, routers_of, wrap
 from moesaic.finetune.masked import masked
+from moesaic.finetune.steps import EachStep
 
 SPREAD_TOKENS = 8192  # on which loads before training and the bias's bound are measured
 
@@ -196,7 +196,7 @@ class RecoveryTrainer(Trainer):
             for callback in self.callback_handler.callbacks
             if type(callback).__name__ != "PrinterCallback"
         ]
-        self.add_callback(_EachStep(balancer, progress))
+        self.add_callback(EachStep(balancer, progress))
         if teacher is not None:
             teacher.dense.to(self.args.device)
 
@@ -258,38 +258,3 @@ class RecoveryTrainer(Trainer):
             } | {"samples": self.state.global_step * self.settings.batch_size}
             self.parts = {}
         super().log(logs, start_time)
-
-
-class _EachStep(TrainerCallback):
-    """Moves the biases after every optimiser step, and shows how far the run is."""
-
-    def __init__(self, balancer: Balancer | None, progress: bool):
-        self.balancer, self.wanted = balancer, progress
-        self.bar: Progress | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.wanted and state.is_world_process_zero:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            self.bar = Progress(*columns, TimeRemainingColumn(), console=_err(), transient=True)
-            self.bar.start()
-            self.task = self.bar.add_task("training", total=state.max_steps)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.balancer is not None:
-            self.balancer.step()
-        if self.bar is not None:
-            self.bar.update(self.task, completed=state.global_step)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self.bar is not None and logs and "loss" in logs:
-            self.bar.update(self.task, description=f"training, loss {logs['loss']:.4f}")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
-def _err() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True)
