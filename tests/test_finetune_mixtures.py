@@ -13,28 +13,18 @@ from moesaic.finetune.balance import chosen, hooked, measure_loads, refit_thresh
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.lora import blocks_of, merge, routers_of, wrap
 from moesaic.finetune.masked import masked
-from moesaic.finetune.train import Machine, Settings, train
+from moesaic.finetune.train import train
 from moesaic.load import load_model
 from tests.families import CONTEXT, LAYERS, tokens
 from tests.mixtures import ACTIVE, MIXTURES, OUTER, tiny_mixture
 from tests.stock_models import tokenizer
+from tests.test_finetune import CPU, IDS, logits, settings
 
-WINDOWS, IDS = tokens(16, CONTEXT, seed=1), tokens(4, CONTEXT, seed=5)
-CPU = Machine(use_cpu=True)
+WINDOWS = tokens(16, CONTEXT, seed=1)
 
 
 def converted(family: str, recipe: str = "moesaic", **more: Any) -> Any:
     return moesaic.convert(tiny_mixture(family), recipe, "S3A3E8", WINDOWS, **more)[0]
-
-
-def settings(**changes: Any) -> Settings:
-    values = {"samples": 32, "sequence_length": CONTEXT, "batch_size": 8, "lora_lr": 3e-3}
-    return Settings(**values | changes)
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
 
 
 @pytest.mark.parametrize("family", MIXTURES)
