@@ -32,7 +32,7 @@ SHAPES = [  # hidden size, experts, experts of a token, neurons of an expert
     (256, 64, 8, 64),
 ]
 LAYOUT = "S3A3E8"
-STEPS = {"profile", "partition", "router", "repair", "carve", "measure", "stack"}
+STEPS = {"profile", "partition", "router", "repair", "reference", "carve", "measure", "stack"}
 
 
 def models(hidden: int, experts: int, active: int, neurons: int) -> tuple[Any, Any]:
