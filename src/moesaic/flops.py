@@ -132,7 +132,10 @@ def _around_experts(layers: Any, path: str) -> tuple[int, int]:
     parent = path.rpartition(".")[0]
     beside = router = 0
     for layer in layers:
-        block = layer.get_submodule(parent)
+        try:
+            block = layer.get_submodule(parent)
+        except AttributeError:  # a layer without an FFN, as hybrids have
+            continue
         linear = _matrices(block)
         experts = getattr(block, path.rpartition(".")[2], None)
         inside = () if experts is None else experts.parameters()

@@ -206,8 +206,9 @@ def main() -> None:
         for name, dense in dense_folders(root).items():
             folder = convert(name, dense, root, "moesaic")
             prompts = prompts_of(folder)
+            reasons = moesaic.explain(folder)
             for form in ("glm4_moe", "qwen2_moe"):
-                if moesaic.explain(folder)[form]:
+                if reasons[form]:
                     continue
                 output = root / f"{name}-{form}"
                 moesaic.export(folder, form, output)
@@ -216,6 +217,8 @@ def main() -> None:
                     answers = ask(arguments.vllm, "ask_vllm.py", output, prompts, root)
                     row("vLLM", name, form, judge(stock, prompts, answers, "vLLM"))
                 one = {"glm4_moe": "gguf", "qwen2_moe": "gguf-qwen2moe"}[form]
+                if reasons[one]:
+                    continue
                 # llama.cpp reads "phi3" in a file's name, and then wants Phi-3's own tokens.
                 file = root / f"{name}-file" / f"{form}.gguf"
                 moesaic.export(folder, one, file)

@@ -65,7 +65,10 @@ def config_class_for(base_model_type: str) -> type[MoesaicConfig]:
         pass
 
     # The family's plans name the dense projections or experts, which are no longer there.
-    _Config.base_model_tp_plan = {k: how for k, how in plan.items() if ".mlp." not in k}
+    gone = (".mlp.", "experts", "_moe.")
+    _Config.base_model_tp_plan = {
+        k: how for k, how in plan.items() if not any(part in k for part in gone)
+    }
     _Config.base_model_ep_plan = None
     _Config.model_type = "moesaic"
     _Config.base_model_type = base_model_type
