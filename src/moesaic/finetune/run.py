@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ from accelerate import PartialState
 
 from moesaic import checkpoint
 from moesaic.card import licence_of
+from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
@@ -70,11 +72,11 @@ def finetune(
 
     LoRA weights of `rank` and `alpha` in attention and experts, the routers (unless frozen) and
     expert_scale are trained by Adam on `samples` windows of `data`, a SOURCE (wikitext2 unless
-    given, or demo for what came from the demo model); after every
-    optimiser step the selection biases move by `balance_rate` towards equal loads. `distill`
-    names the dense model: its logits and FFNs are then imitated as well. `merge` writes a model
-    like the one given, otherwise `output` is a PEFT adapter for it. Measures perplexity on
-    held-out text and loads before and after; writes the learning curve beside the weights.
+    given, or demo for what came from the demo model). After every optimiser step the selection
+    biases move by `balance_rate` towards equal loads. `distill` names the dense model: its logits
+    and FFNs are then imitated as well. `merge` writes a model like the one given, otherwise
+    `output` is a PEFT adapter for it. Measures perplexity on held-out text and loads before and
+    after; writes the learning curve beside the weights.
 
     Runs alone or under `accelerate launch`. Raises MoesaicError for bad input, leaving nothing
     behind, and for a loss that stops being finite or a full disk, leaving the checkpoints in
@@ -119,7 +121,7 @@ def finetune(
         )
     run = _fingerprint(ready, loaded, report, state.num_processes)
     alone = state.is_main_process
-    with checkpoint.open_draft(target, run, resume) if alone else nullcontext():
+    with checkpoint.open_draft(target, run, resume) if alone else nullcontext(), _keeping():
         state.wait_for_everyone()
         draft = checkpoint.draft_folder(target)
         with checkpoint.writing(draft, "checkpoints"):
@@ -142,6 +144,17 @@ def finetune(
             _write_files(folder, report, trained.history, trained.loads_before, after, command)
             checkpoint.take_name(draft, target)
     return report
+
+
+@contextmanager
+def _keeping() -> Iterator[None]:
+    """What goes wrong after training has begun costs no checkpoint."""
+    try:
+        yield
+    except checkpoint.UnfinishedError:
+        raise
+    except MoesaicError as error:
+        raise checkpoint.UnfinishedError(str(error)) from error
 
 
 def _save(
