@@ -122,13 +122,14 @@ def judge(model: Any, prompts: Any, answers: Any, engine: str) -> tuple[float, i
 
 
 class _margins:
-    """Between the last expert that runs and the first that does not, by layer and token."""
+    """Between the last expert that runs and the first that does not, by layer and token.
+
+    Of stock routers: ours do not round scores to a tiny range.
+    """
 
     def __init__(self, model: Any):
         self.modules = [
-            (layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router)
-            for layer in model.model.layers
-            if hasattr(layer.mlp, "experts")
+            layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")
         ]
         self.found: list[torch.Tensor] = []
 
@@ -137,8 +138,6 @@ class _margins:
         return self.found
 
     def hook(self, module: Any, inputs: Any, output: Any) -> None:
-        if len(output) != 3:
-            return  # our own router: no rounding of scores to a tiny range
         logits_TR, _, index_TK = output
         active = index_TK.shape[1]
         score_TR = logits_TR.float().sigmoid() + getattr(module, "e_score_correction_bias", 0.0)
