@@ -526,3 +526,78 @@ def test_the_command_prints_loads_and_perplexities(
     code, _, err = run(folder, "--output", tmp_path / "x", *common, "--json", tmp_path / "x" / "n")
     assert code == 2
     assert len(err.splitlines()) == 1
+
+
+# --- what a review found -----------------------------------------------------------------------
+
+
+def test_routers_of_a_bf16_model_run_while_they_are_float32() -> None:
+    model, _ = moesaic.convert(
+        tiny_model("llama").bfloat16(), "cmoe", "S2A3E8", tokens(8, CONTEXT, seed=1)
+    )
+    wrapped = wrap(model, 4, 8, freeze_router=False)  # as after sharded training: no autocast
+    assert measure_loads(wrapped, IDS) is not None
+
+
+def test_loads_are_named_by_the_layers_of_the_model() -> None:
+    model, _ = moesaic.convert(
+        tiny_model("llama"), "moesaic", "S2A3E8", tokens(8, CONTEXT, seed=1), dense_layers=[0]
+    )
+    loads = measure_loads(model, IDS)
+    assert loads is not None
+    assert loads.names == ["1", "2"]
+
+
+@pytest.fixture
+def tuned_input(tmp_path: Path) -> dict[str, Any]:
+    folder = converted_folder("llama", tmp_path / "converted")
+    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
+    return {
+        "model": str(folder), "output": tmp_path / "tuned", "data": str(tmp_path / "text.txt"),
+        "samples": 8, "sequence_length": 32, "batch_size": 4, "device": "cpu",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "float16"}, "is in float16, whose range gradients leave"),
+        ({"samples": 10**12}, "the most that are trained on"),
+        ({"rank": 10**10}, "rank 10000000000 is above the model's hidden size 32"),
+    ],
+)
+def test_bad_input_that_once_was_a_traceback(
+    options: dict[str, Any], reason: str, tuned_input: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(MoesaicError, match=reason):
+        moesaic.finetune(**tuned_input | options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "text.txt"]
+
+
+def test_a_teacher_of_another_family_is_refused(
+    tuned_input: dict[str, Any], tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    dense_model("qwen3").save_pretrained(teacher)
+    with pytest.raises(MoesaicError, match="its family is qwen3, the converted model's llama"):
+        moesaic.finetune(**tuned_input, distill=str(teacher))
+
+
+def test_only_whole_steps_and_no_private_paths(tuned_input: dict[str, Any], tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    dense_model("llama").save_pretrained(teacher)
+    report = moesaic.finetune(**tuned_input | {"samples": 11}, distill=str(teacher))
+    assert report.settings["samples"] == 8
+    tuned = tmp_path / "tuned"
+    assert load_model(tuned).config.moesaic["finetune"]["distill"] == "teacher"
+    for name in ("config.json", "README.md"):
+        assert str(tmp_path) not in (tuned / name).read_text("utf-8")
+
+
+def test_a_bias_that_no_format_holds_is_said_so(
+    tuned_input: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = converted_folder("llama", tmp_path / "middle", dense_layers=(1,))
+    moesaic.finetune(**tuned_input | {"model": str(folder), "scale_lr": 0.0})
+    reasons = moesaic.explain(str(tmp_path / "tuned"))
+    assert any("fine-tune with --balance-rate 0" in reason for reason in reasons["qwen2_moe"])

@@ -312,3 +312,12 @@ def test_an_oracle_counts_as_static_pruning_does(family: str) -> None:
     plans = [make_plan(config, "it", recipe, "S1A2E5") for recipe in ("oracle", "static")]
     assert plans[0].macs.total == pytest.approx(plans[1].macs.total)
     assert plans[0].macs.total < plans[0].dense_macs.total
+
+
+@pytest.mark.parametrize(("kept", "fraction"), [((), 0.7), ((0,), 0.8), ((0, 1), 0.9)])
+def test_mixture_layers_that_stay_count_in_whole(kept: tuple[int, ...], fraction: float) -> None:
+    """14 of 20 neurons run in each expert of a converted layer, all of them in the others."""
+    config = tiny_mixture("qwen3_moe").config
+    plan = make_plan(config, "it", "cmoe", "S2A3E8", dense_layers=kept)
+    assert plan.macs.ffn == pytest.approx(fraction * plan.dense_macs.ffn)
+    assert plan.macs.active_ffn_fraction == pytest.approx(fraction)

@@ -75,6 +75,8 @@ def count_macs(model: Any, tokens: int) -> Macs:
         blocks = [m for m in model.modules() if isinstance(m, MoesaicHierarchy)]
         inside, router = _around_experts(base.get_submodule(layers), path)
         ffn = inside + sum(_active_weights_of_pairs(block, moe) for block in blocks)
+        neuron = 3 * config.get_text_config().hidden_size  # of experts that are as they were
+        ffn += _layers_kept(config) * moe["outer_active"] * neuron * _active_neurons(moe)[1]
         for beside in (m for m in model.modules() if isinstance(m, MoesaicBlock)):
             ffn += _active_weights(beside, moe["beside"]) - _matrices(beside)
             sub_router += _matrices(beside.router)
@@ -169,21 +171,21 @@ def active_ffn_fraction(config: Any) -> float:
         return 1.0
     moe = config.moesaic
     active, total = _active_neurons(moe)
-    if "num_outer" not in moe:
-        kept, converted = _layers_kept(config), len(moe["layers"])
-        return (converted * active + kept * total) / ((converted + kept) * total)
-    whole = sum(map(len, moe["whole"].values())) / (len(moe["layers"]) * moe["num_outer"])
-    active = moe["outer_active"] * (whole * total + (1 - whole) * active)
-    total *= moe["outer_active"]
-    if "beside" in moe:
-        more = _active_neurons(moe["beside"])
-        active, total = active + more[0], total + more[1]
-    return float(active / total)
+    kept, converted = _layers_kept(config), len(moe["layers"])
+    if "num_outer" in moe:
+        whole = sum(map(len, moe["whole"].values())) / (converted * moe["num_outer"])
+        active = moe["outer_active"] * (whole * total + (1 - whole) * active)
+        total *= moe["outer_active"]
+        if "beside" in moe:
+            more = _active_neurons(moe["beside"])
+            active, total = active + more[0], total + more[1]
+    return float((converted * active + kept * total) / ((converted + kept) * total))
 
 
 def _layers_kept(config: Any) -> int:
-    """Layers that a conversion has left dense."""
-    return int(config.get_text_config().num_hidden_layers - len(config.moesaic["layers"]))
+    """Layers that a conversion has left as they were, of those with experts in a mixture."""
+    moe = config.moesaic
+    return int(moe.get("mixtures", config.get_text_config().num_hidden_layers) - len(moe["layers"]))
 
 
 def _active_neurons(moe: dict[str, Any]) -> tuple[float, float]:

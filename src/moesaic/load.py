@@ -158,6 +158,7 @@ def _wrong_outer(moe: dict[str, Any], depth: int) -> list[str]:
         "num_outer": type(outer) is int and outer >= 1,
         "outer_active": type(active) is int and 1 <= active <= outer,
         "layers": layers == sorted(set(layers)) and set(layers) <= set(range(depth)),
+        "mixtures": len(layers) <= moe["mixtures"] <= depth,
         "whole": all(
             key in numbers and kept == sorted(set(kept)) and set(kept) <= set(range(outer))
             for key, kept in moe["whole"].items()

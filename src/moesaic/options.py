@@ -32,7 +32,7 @@ def numbers(option: str, text: str | None) -> list[int] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
         raise MoesaicError(f"{option} {text!r}: give whole numbers such as 0,3,7")
     return [int(word) for word in words]
 

@@ -168,6 +168,7 @@ def _asked(ffns: FFNs, experts: Sequence[int] | None, min_tokens: int | None) ->
         raise MoesaicError(f"min tokens {min_tokens} must be a whole number of at least 1")
     return {
         "num_outer": outer,
+        "mixtures": len(ffns.mixed),
         "outer_active": ffns.outer_active,
         "whole": {},
         "asked": {

@@ -196,7 +196,11 @@ def _reasons(config: Any, format: str, tokenizer: Any, trained: set[str]) -> lis
             "serve it as it is (docs/serving.md), or fine-tune with --scale-lr 0"
         )
     if "selection_bias" in trained and target == "qwen2_moe":
-        reasons.append("its router has a selection bias, qwen2_moe has none; glm4_moe may fit")
+        other = TARGETS["glm4_moe"].supports(config)
+        reasons.append(
+            "its router has a selection bias, qwen2_moe has none; "
+            + ("fine-tune with --balance-rate 0" if other else "glm4_moe may fit")
+        )
     return reasons
 
 

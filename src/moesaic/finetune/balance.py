@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moesaic.finetune.lora import routers_of
+from moesaic.finetune.lora import named_routers, routers_of
 from moesaic.gating import budget_thresholds
 from moesaic.modeling import choose_experts
 
@@ -217,8 +217,8 @@ def measure_loads(model: Any, windows_NL: torch.Tensor) -> Loads | None:
     with hooked(routers, count):
         run(model, windows_NL)
     names = [
-        f"{layer}" if len(tokens_G) == 1 else f"{layer}, expert {group}"
-        for layer, tokens_G in enumerate(tokens)
+        name if len(tokens_G) == 1 else f"{name}, expert {group}"
+        for name, tokens_G in zip(named_routers(model), tokens, strict=True)
         for group in range(len(tokens_G))
     ]
     tokens_L, square_L = torch.cat(tokens), torch.cat(squares)

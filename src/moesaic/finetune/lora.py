@@ -32,11 +32,19 @@ def is_mixture(model: Any) -> bool:
 
 def routers_of(model: Any) -> list[Any]:
     """The routers of all MoE blocks, shared experts' too: with PEFT the trained copies."""
-    found = []
-    for block in model.modules():
+    return list(named_routers(model).values())
+
+
+def named_routers(model: Any) -> dict[str, Any]:
+    """`routers_of` by their layers' numbers."""
+    found = {}
+    for path, block in model.named_modules():
         if isinstance(block, MoesaicBlock | MoesaicHierarchy) and block.router is not None:
+            layer = next(part for part in path.split(".") if part.isdigit())
+            beside = is_mixture(model) and isinstance(block, MoesaicBlock)
             copies = getattr(block.router, "modules_to_save", None)
-            found.append(block.router if copies is None else copies[NAME])
+            name = f"{layer}, shared expert" if beside else layer
+            found[name] = block.router if copies is None else copies[NAME]
     return found
 
 

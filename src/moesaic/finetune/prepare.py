@@ -19,6 +19,7 @@ from moesaic.finetune.train import Settings
 from moesaic.load import choose_device, load_config, load_tokenizer, window_length
 from moesaic.prepare import hold_out, source_name
 
+MOST_TOKENS = 2**28  # 2 GB of ids
 DISTILLED = Mix(lm=0.5, logits=0.5, ffn=1.0)
 PLAIN_LR = 5.95e-5  # the paper's
 DISTILLED_LR = 3e-4
@@ -42,6 +43,7 @@ class Ready:
         if theirs.model_type == "moesaic":
             raise MoesaicError("--distill names a converted model; name the dense one it came from")
         pairs = {
+            "family": (ours.base_model_type, theirs.model_type),
             "vocabulary": (ours.vocab_size, theirs.vocab_size),
             "hidden size": (ours.hidden_size, theirs.hidden_size),
             "layers": (ours.num_hidden_layers, theirs.num_hidden_layers),
@@ -105,6 +107,7 @@ def prepare(
         )
     if tensorboard is not None and find_spec("tensorboard") is None:
         raise MoesaicError("--tensorboard needs the package: pip install tensorboard")
+    batch_size = min(batch_size, samples)
     processes = PartialState(cpu=device == "cpu" or not torch.cuda.is_available()).num_processes
     if batch_size % processes:
         raise MoesaicError(f"a batch of {batch_size} cannot be split over {processes} processes")
@@ -123,7 +126,20 @@ def prepare(
     length = window_length([config], sequence_length)
     tokenizer = load_tokenizer(model, trust_remote_code)
     ids, heldout_ids, heldout = hold_out(to_ids(data, tokenizer), data, tokenizer, length)
+    if samples * length > MOST_TOKENS:
+        raise MoesaicError(
+            f"{samples} samples of {length} are over {MOST_TOKENS:,} tokens, the most that are "
+            "trained on; take fewer --samples"
+        )
+    if rank > config.get_text_config().hidden_size:
+        raise MoesaicError(
+            f"rank {rank} is above the model's hidden size {config.get_text_config().hidden_size}; "
+            "8 is usual"
+        )
     windows_NL = draw_windows(ids, samples, length, seed)
+    # Whole steps only: the mean over a shorter last one would depend on how it is split.
+    batch_size = min(batch_size, len(windows_NL))
+    windows_NL = windows_NL[: len(windows_NL) // batch_size * batch_size]
     samples, length = windows_NL.shape
     window_length([config], length)  # windows that were given may be too long
     mix = Mix() if distill is None else DISTILLED

@@ -41,10 +41,20 @@ class FinetuneReport:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def public_names(self) -> tuple[str, str | None]:
+        """Of the model and the one it imitates, without private paths."""
+        names = [
+            name and (Path(name).name if Path(name).exists() else name)
+            for name in (self.model, self.distill)
+        ]
+        return names[0] or "", names[1]
+
     def recipe(self) -> dict[str, Any]:
         """What the configuration of the model keeps."""
         names = ("data", "distill", "settings", "folded")
-        return {name: value for name, value in self.to_dict().items() if name in names}
+        kept = {name: value for name, value in self.to_dict().items() if name in names}
+        return kept | {"distill": self.public_names[1]}
 
 
 def finetune_card(report: FinetuneReport, licence: str | None, command: str | None) -> str:
@@ -59,10 +69,10 @@ def finetune_card(report: FinetuneReport, licence: str | None, command: str | No
         return "not measured: nothing was held out" if value is None else f"{value:.4f}"
 
     rows = [
-        ("Converted model", report.model),
+        ("Converted model", report.public_names[0]),
         ("Text", f"{report.data}: {values['samples']} x {values['sequence_length']} tokens, "
                  f"{values['epochs']} epoch(s)"),
-        ("Imitates", report.distill or "nothing: next-token loss alone"),
+        ("Imitates", report.public_names[1] or "nothing: next-token loss alone"),
         ("LoRA", f"rank {values['rank']}, alpha {values['alpha']:g}, learning rate "
                  f"{values['lora_lr']:g}; expert_scale {values['scale_lr']:g}"),
         ("Perplexity before", shown(report.perplexity_before)),
@@ -78,7 +88,7 @@ def finetune_card(report: FinetuneReport, licence: str | None, command: str | No
     if not report.merged:
         load = (
             "from peft import PeftModel\n\n"
-            f"    base = AutoModelForCausalLM.from_pretrained({report.model!r})\n"
+            f"    base = AutoModelForCausalLM.from_pretrained({report.public_names[0]!r})\n"
             '    model = PeftModel.from_pretrained(base, "PATH_TO_THIS_FOLDER")'
         )
     what = "A mixture of experts" if report.merged else "A PEFT adapter for a mixture of experts"

@@ -100,6 +100,10 @@ def finetune(
     )  # fmt: skip
     state = PartialState(cpu=machine.use_cpu)
     loaded = load_model(model, dtype, trust_remote_code)
+    if loaded.dtype == torch.float16:
+        raise MoesaicError(
+            f"{model} is in float16, whose range gradients leave; pass --dtype bfloat16 or float32"
+        )
     dense = None if distill is None else load_model(distill, dtype, trust_remote_code)
     if dense is not None:
         ready.check_teacher(loaded, dense)
@@ -172,16 +176,18 @@ def _save(
         ids, length = heldout
         return None if ids is None else perplexity(model.eval(), ids, length, HELDOUT_TOKENS)[0]
 
-    shutil.rmtree(folder, ignore_errors=True)  # a killed run may have begun to write it
-    folder.mkdir()
+    # A killed run may have begun to write it; a draft without this folder would be none.
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     wrapped.config.use_cache = True
-    report.perplexity = measured(wrapped)
     if not merge:
+        report.perplexity = measured(wrapped)
         wrapped.save_pretrained(folder)
         if ready.tokenizer is not None:
             ready.tokenizer.save_pretrained(folder)
         return
     model = merge_lora(wrapped)
+    report.perplexity = measured(model)
     router = model.config.moesaic["router"]
     stock = (router["kind"], router["gating"]) == ("linear", "topk") and not is_mixture(model)
     if routers_of(model) and stock:  # an architecture that holds its experts, but no gates
@@ -222,7 +228,7 @@ def _write_files(
     (folder / "README.md").write_text(
         finetune_card(report, licence_of(resolve(report.model)), command), "utf-8"
     )
-    for path in folder.iterdir():  # safetensors makes private files
+    for path in filter(Path.is_file, folder.iterdir()):  # safetensors makes private files
         path.chmod((folder.stat().st_mode & 0o666) | 0o600)
 
 

@@ -27,10 +27,11 @@ class MoesaicConfig(PreTrainedConfig):
     - `router`: `kind`, `absolute`, `gating` (`topk` or `threshold`), `features` (directions whose
       products a quadratic router reads), `cap` (most experts of a token, or None)
     - `layers`: the converted layers
-    - only in a model that was a mixture before: `num_outer` (its experts of a layer, each of which
-      has the sizes above), `outer_active` (of them run for a token), `whole` (by layer, those that
-      run all their sub-experts: the expert as it was), `asked` (what `whole` follows from),
-      `beside` (path and sizes of its shared expert, converted as one more FFN)
+    - only in a model that was a mixture before: `mixtures` (its layers with experts), `num_outer`
+      (experts of a layer, each of which has the sizes above), `outer_active` (of them run for a
+      token), `whole` (by layer, those that run all their sub-experts: the expert as it was),
+      `asked` (what `whole` follows from), `beside` (path and sizes of its shared expert, converted
+      as one more FFN)
     - `recipe`, `calibration`, `base_model`, `versions`: how the model was made
     """
 

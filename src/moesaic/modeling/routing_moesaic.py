@@ -86,6 +86,7 @@ class MoesaicRouter(nn.Module):
         """Scores (T, R) in float32."""
         if self.score_proj is not None:
             return self.score_proj(self.features(x_TD))
+        x_TD = x_TD.to(self.up_proj.weight.dtype)  # float32 while it is trained
         up_TR = self.up_proj(x_TD)
         if self.gate_proj is None:
             scores_TR = self.act_fn(up_TR)
