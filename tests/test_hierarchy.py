@@ -63,7 +63,9 @@ def slow_choice(block: Any, x_D: torch.Tensor, expert: int) -> tuple[list[int], 
             phi = torch.cat([x_D, torch.stack(products)])
         score_R = rows(router.score_proj, phi)
     gate_R = 1 + score_R.softmax(0) * router.expert_scale[expert]
-    biased_R = (score_R + router.selection_bias[expert]).detach()
+    # The paper adds the bias to probabilities, where representatives score.
+    value_R = score_R.softmax(0) if router.score_proj is None else score_R
+    biased_R = (value_R + router.selection_bias[expert]).detach()
     if expert in block.whole:
         chosen = list(range(len(score_R)))
     elif router.gating == "topk":
