@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -155,7 +156,10 @@ def serve(words: list[Any], ask_at: Callable[[str], Any]) -> Any:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-    server = subprocess.Popen([*map(str, words), "--port", str(port)], stdout=log, stderr=log)
+    # vLLM would ask for nearly all of the machine's memory.
+    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    words = [*map(str, words), "--port", str(port)]
+    server = subprocess.Popen(words, stdout=log, stderr=log, env=env)
     try:
         for _ in range(300):
             if server.poll() is not None:
