@@ -38,6 +38,7 @@ from moesaic.routers import (
     expert_energies,
     expert_grams,
     linear,
+    mean_of,
     oracle,
 )
 
@@ -184,6 +185,7 @@ def fit_router(
             return (x_TD.float() for x_TD in inputs.fit())
 
         kept_phi: list[torch.Tensor] = []
+        centred = recipe.gating == "threshold" and router.feature_proj is not None
 
         def phi_blocks() -> Iterator[torch.Tensor]:
             if kept_phi:
@@ -196,12 +198,16 @@ def fit_router(
             router.feature_proj.bias.data = bias_C.to(dtype)
             # Read about ten times: kept, T P floats, rather than made anew.
             kept_phi = [phi_TP.to(inputs.storage) for phi_TP in phi_blocks()]
+            if centred:
+                mean_P = mean_of(lambda: iter(kept_phi))
+                for phi_TP in kept_phi:
+                    phi_TP -= mean_P
         experts_RM = torch.from_numpy(parts.experts_RM).to(device)
         gram_RMM = expert_grams(ffn, experts_RM)
         energy_TR = torch.cat(
             [expert_energies(ffn.hidden(x_TD), experts_RM, gram_RMM) for x_TD in inputs.fit()]
         )
-        weight_RP = linear(phi_blocks, energy_TR, absolute=recipe.gating == "threshold")
+        weight_RP = linear(phi_blocks, energy_TR, recipe.gating == "threshold", centred)
         router.score_proj.weight.data = weight_RP.to(dtype)
     else:
         neurons_R = REPRESENTATIVE[recipe.router](profile, parts.experts_RM, generator)

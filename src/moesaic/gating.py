@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 ALWAYS = 1e30  # further from any score than float32 tells apart
@@ -23,7 +24,15 @@ def thresholds(score_TR: torch.Tensor, share: float) -> torch.Tensor:
     """
     tokens = len(score_TR)
     above = min(max(round(share * tokens), 0), tokens)
-    return _cut(score_TR.sort(dim=0, descending=True).values, above)
+    return _cut(_descending(score_TR), above)
+
+
+def _descending(score_TR: torch.Tensor) -> torch.Tensor:
+    """Every expert's scores, the largest first; numpy sorts them many times faster on a CPU."""
+    if score_TR.device.type != "cpu" or score_TR.dtype != torch.float32:
+        return score_TR.sort(dim=0, descending=True).values
+    rising_RT = np.sort(score_TR.T.contiguous().numpy(), axis=1)
+    return torch.from_numpy(rising_RT).T.flip(0)
 
 
 def _cut(sorted_TR: torch.Tensor, above: int) -> torch.Tensor:
@@ -49,7 +58,7 @@ def budget_thresholds(
     tokens, routed = score_TR.shape
     if mean_active >= routed:
         return thresholds(score_TR, 1.0)
-    sorted_TR = score_TR.sort(dim=0, descending=True).values
+    sorted_TR = _descending(score_TR)
     fits, exceeds, above, probes = 0, tokens, round(mean_active / routed * tokens), 0
     while exceeds - fits > 1:
         probes += 1

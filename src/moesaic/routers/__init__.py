@@ -5,7 +5,7 @@
 energies. `oracle` knows them.
 """
 
-from moesaic.routers.linear import linear
+from moesaic.routers.linear import linear, mean_of
 from moesaic.routers.oracle import expert_energies, expert_grams, oracle
 from moesaic.routers.quadratic import directions
 from moesaic.routers.representative import representative
@@ -23,6 +23,7 @@ __all__ = [
     "expert_energies",
     "expert_grams",
     "linear",
+    "mean_of",
     "oracle",
     "representative",
     "shuffled",

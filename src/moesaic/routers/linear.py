@@ -82,7 +82,9 @@ def log_energy(energy_TR: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def linear(blocks: Blocks, energy_TR: torch.Tensor, absolute: bool) -> torch.Tensor:
+def linear(
+    blocks: Blocks, energy_TR: torch.Tensor, absolute: bool, centred: bool = False
+) -> torch.Tensor:
     """Weights (R, P) of scores V phi(x) that rise with each expert's expected energy.
 
     `energy_TR` holds e_tj = ||E_j(x_t)||^2. Starts from ridge regression on log e and takes a few
@@ -92,11 +94,12 @@ def linear(blocks: Blocks, energy_TR: torch.Tensor, absolute: bool) -> torch.Ten
 
     Top-k compares the experts of one token only, so the router needs no bias: phi is not centred,
     and what all experts of a token have in common is taken out of targets and residuals. A
-    threshold compares tokens (`absolute`): phi is centred, and an expert's mean is taken out.
+    threshold compares tokens (`absolute`): phi is centred (unless it is already), and an expert's
+    mean is taken out.
     Cost: the Gram matrix, then about 4 T P R FLOPs a step; holds about six matrices (T, R).
     """
     dim = 0 if absolute else 1
-    ridge = Ridge.of(blocks, centre=absolute)
+    ridge = Ridge.of(blocks, centre=absolute and not centred)
     weight_PR = ridge.solve(blocks, log_energy(energy_TR, dim))
     best, best_PR = float("inf"), weight_PR
     for step in range(STEPS + 1):
