@@ -58,7 +58,7 @@ class Fitted:
     static_N: torch.Tensor  # neurons that static pruning keeps at this budget
     notes: list[str]  # what did not go as asked for
     repair: Repair | None = None
-    static_repair: Repair | None = None  # least squares, whatever the recipe
+    static_repair: Repair | None = None  # by the recipe's method, else least squares
 
 
 @torch.no_grad()

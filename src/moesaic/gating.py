@@ -31,7 +31,7 @@ def _descending(score_TR: torch.Tensor) -> torch.Tensor:
     """Every expert's scores, the largest first; numpy sorts them many times faster on a CPU."""
     if score_TR.device.type != "cpu" or score_TR.dtype != torch.float32:
         return score_TR.sort(dim=0, descending=True).values
-    rising_RT = np.sort(score_TR.T.contiguous().numpy(), axis=1)
+    rising_RT = np.sort(score_TR.detach().T.contiguous().numpy(), axis=1)
     return torch.from_numpy(rising_RT).T.flip(0)
 
 
