@@ -84,10 +84,10 @@ def test_calibration_is_sequential() -> None:
     from moesaic import fit
     from moesaic.profile import profile_ffn
 
-    def spy(blocks: Any, *rest: Any) -> Any:
+    def spy(blocks: Any, *rest: Any, **more: Any) -> Any:
         blocks = list(blocks)
         profiled.append(torch.cat(blocks))
-        return profile_ffn(blocks, *rest)
+        return profile_ffn(blocks, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "profile_ffn", spy)

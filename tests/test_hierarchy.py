@@ -10,9 +10,10 @@ from torch.nn.functional import silu
 
 import moesaic
 from moesaic.adapters import find_ffns
-from moesaic.hierarchy import Routed, merged
+from moesaic.hierarchy import merged
 from moesaic.measure import LayerReport
 from moesaic.modeling import MoesaicHierarchy, MoesaicPairProjection
+from moesaic.routed import Routed
 from moesaic.stack import stack_experts, unstack_expert
 from tests import reference
 from tests.families import CONTEXT, HIDDEN, tokens

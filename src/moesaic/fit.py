@@ -70,8 +70,12 @@ def fit_layer(
     config: Any,
     generator: np.random.Generator,
     tick: Callable[[str], None] = lambda step: None,
+    profiles: tuple[Profile, Profile] | None = None,
 ) -> Fitted:
     """Converts one FFN on its calibration inputs; `tick` is told each step's name when it ends.
+
+    `profiles`, where they are made already: what the recipe groups by, and that of the FFN as it
+    is, which differs where the recipe normalises.
 
     Passes over the tokens that compute hidden states: one to profile, one for the experts'
     energies where the router is fitted, one for the repair; where the recipe has none, one over
@@ -80,17 +84,13 @@ def fit_layer(
     """
     if inputs.device.type == "mps":
         raise MoesaicError("conversions solve in float64, which mps has not; take --device cpu")
-    profile = profile_ffn(
-        inputs.fit(),
-        ffn,
-        recipe.activation_top_k if recipe.marks_active else None,
-        recipe.normalise,
-        inputs.tokens if recipe.samples_hidden else None,
-        recipe.importance == "observability",
-    )
+    if profiles is None:
+        sample = inputs.tokens if recipe.samples_hidden else None
+        profile = profile_ffn(inputs.fit(), ffn, **recipe.statistics, sample_of=sample)
+        plain = profile_ffn(inputs.fit(), ffn) if recipe.normalise else profile
+    else:
+        profile, plain = profiles
     tick("profile")
-    # Of the FFN as it is, where the profile is of a normalised one.
-    plain = profile_ffn(inputs.fit(), ffn) if recipe.normalise else profile
     energy_F = plain.energy_F * ffn.down_DF.double().square().sum(0).cpu().numpy()
     if not energy_F.sum() * len(energy_F) < FLOAT32_MOST:
         raise MoesaicError(

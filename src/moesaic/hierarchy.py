@@ -7,7 +7,7 @@ its experts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from moesaic.adapters import Mixtures
-from moesaic.data import HELD_OUT
 from moesaic.errors import MoesaicError
 from moesaic.fit import fit_layer
 from moesaic.inputs import Inputs
@@ -26,67 +25,13 @@ from moesaic.masked import MaskedBlock, masked_view
 from moesaic.measure import MOST_TOKENS, LayerReport, measure_layer
 from moesaic.modeling import MoesaicBlock, MoesaicHierarchy, beside_config
 from moesaic.plan import Plan
+from moesaic.profile import SAMPLE_TOKENS, Profile
+from moesaic.profile_experts import BrokenExpertsError, profile_experts
+from moesaic.recipe import Recipe
+from moesaic.routed import Routed
 from moesaic.stack import State, stack_experts, unstack_expert, whole_state
 
-BLOCK_TOKENS = 2048
-
-
-class Routed:
-    """What a layer's experts are called with for all calibration tokens, sorted by expert once.
-
-    Recorded in one pass from the model's own router; the tokens of one expert are gathered when
-    it is fitted. Holds x (T, D), chosen experts and gate weights (T, O).
-    """
-
-    def __init__(
-        self,
-        calls: Iterable[tuple[torch.Tensor, ...]],
-        experts: int,
-        hold_out: bool,
-        storage: torch.device,
-        device: torch.device,
-        window: int,
-    ):
-        kept = [[tensor.to(storage) for tensor in call] for call in calls]
-        self.x_TD, self.index_TO, self.weight_TO = (torch.cat(t) for t in zip(*kept, strict=True))
-        self.hold_out, self.storage, self.device = hold_out, storage, device
-        tokens = len(self.x_TD)
-        held = tokens // HELD_OUT
-        self.first_held = tokens - max(held // window * window or held, 1)
-        expert_P = self.index_TO.reshape(-1)
-        order_P = expert_P.argsort(stable=True)
-        count_E = torch.bincount(expert_P, minlength=experts)
-        self.tokens_of = (order_P // self.index_TO.shape[1]).split(count_E.tolist())
-
-    def all(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Calls of all tokens, block by block."""
-        for tensors in zip(
-            *(t.split(BLOCK_TOKENS) for t in (self.x_TD, self.index_TO, self.weight_TO)),
-            strict=True,
-        ):
-            yield tuple(tensor.to(self.device) for tensor in tensors)
-
-    def all_inputs(self) -> Inputs:
-        """All tokens: what the shared expert is called with."""
-        return Inputs(
-            self.x_TD.split(BLOCK_TOKENS), len(self.x_TD), self.hold_out, self.storage,
-            self.device, first_held=self.first_held,
-        )  # fmt: skip
-
-    def inputs(self, expert: int) -> Inputs:
-        """The tokens that the router sends to an expert; held out are those of the same windows.
-
-        Where it gets none of them, the last eighth of its own.
-        """
-        token_P = self.tokens_of[expert]
-        x_PD, count = self.x_TD[token_P], len(token_P)
-        first_held = int((token_P < self.first_held).sum())
-        if first_held in (0, count):
-            first_held = count - max(count // HELD_OUT, 1)
-        return Inputs(
-            x_PD.split(BLOCK_TOKENS), count, self.hold_out, self.storage, self.device,
-            first_held=first_held,
-        )  # fmt: skip
+TOGETHER = 4 * SAMPLE_TOKENS  # pairs of a token and an expert that are profiled at once
 
 
 class MaskedMixture(nn.Module):
@@ -157,16 +102,19 @@ def fit_mixture(
     parts: list[MaskedBlock] = []
     states: list[State | None] = []
     reports: dict[int, LayerReport] = {}
+    profiled = _profiled(routed, ffns, layer, whole, todo.recipe)
     for expert in range(ffns.num_outer):
         ffn = ffns.read(layer, expert)
         if expert in whole:
             parts.append(MaskedBlock(ffn, 0, 1, None))
             states.append(None if only_masked else whole_state(ffn, todo.config))
             continue
-        inputs = routed.inputs(expert)
+        inputs, profiles = next(profiled)
         generator = np.random.default_rng([seed, layer, expert])
         try:
-            fitted = fit_layer(inputs, ffn, todo.recipe, todo.sizes, todo.config, generator, tick)
+            fitted = fit_layer(
+                inputs, ffn, todo.recipe, todo.sizes, todo.config, generator, tick, profiles
+            )
         except MoesaicError as error:
             raise MoesaicError(f"expert {expert}: {error}") from error
         reports[expert] = measure_layer(layer, inputs, ffn, fitted, todo.sizes, seed, most=most)
@@ -194,6 +142,33 @@ def fit_mixture(
         if fitted.block is not None and fitted.block.experts is not None:
             fitted.block.experts.config = todo.config  # the whole model's, as in `new_beside`
     return FittedMixture(block, MaskedMixture(parts), report, beside)
+
+
+def _profiled(
+    routed: Routed, ffns: Mixtures, layer: int, whole: Collection[int], recipe: Recipe
+) -> Iterator[tuple[Inputs, tuple[Profile, Profile]]]:
+    """Inputs and profiles of the experts that are converted, in order.
+
+    Profiled are as many at once as TOGETHER pairs hold, so that their tokens and samples fit into
+    memory beside the layer: one pass over the pairs for all experts.
+    """
+    experts = [expert for expert in range(ffns.num_outer) if expert not in whole]
+    while experts:
+        sizes = np.cumsum([len(routed.tokens_of[expert]) for expert in experts])
+        count = max(1, int((sizes <= TOGETHER).sum()))
+        some, experts = experts[:count], experts[count:]
+        inputs = [routed.inputs(expert) for expert in some]
+        read = [ffns.read(layer, expert) for expert in some]
+        try:
+            profiles = profile_experts(
+                inputs, read, **recipe.statistics, sample=recipe.samples_hidden
+            )
+            # Of the experts as they are, where the profile is of normalised ones.
+            plain = profile_experts(inputs, read) if recipe.normalise else profiles
+        except BrokenExpertsError as error:
+            broken = ", ".join(str(some[place]) for place in error.experts)
+            raise MoesaicError(f"experts {broken}: {error}") from error
+        yield from zip(inputs, zip(profiles, plain, strict=True), strict=True)
 
 
 def _beside_sizes(moe: dict[str, Any]) -> Sizes:

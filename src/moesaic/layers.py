@@ -20,12 +20,13 @@ from moesaic import checkpoint
 from moesaic.adapters import Mixtures
 from moesaic.errors import MoesaicError
 from moesaic.fit import fit_layer
-from moesaic.hierarchy import Routed, fit_mixture, masked_mixture
+from moesaic.hierarchy import fit_mixture, masked_mixture
 from moesaic.inputs import Inputs
 from moesaic.masked import masked_view
 from moesaic.measure import LayerReport, measure_layer
 from moesaic.modeling import beside_config, install_beside, install_block
 from moesaic.plan import Plan
+from moesaic.routed import Routed
 from moesaic.soundness import check_inputs
 from moesaic.stream import Stream
 

@@ -89,14 +89,15 @@ def profile_ffn(
         tokens,
         energy_F.numpy(),
         sum_F.numpy(),
-        _binary(torch.cat(marks).numpy(), neurons) if marks else None,
+        binary(torch.cat(marks).numpy(), neurons) if marks else None,
         gram_FF,
         torch.cat(sample_x) if sample_x else None,
         torch.cat(sample_h) if sample_h else None,
     )
 
 
-def _binary(active_TK: NDArray[np.int32], neurons: int) -> csr_array:
+def binary(active_TK: NDArray[np.int32], neurons: int) -> csr_array:
+    """The matrix of which a row's ones are at the K indices given, sparse."""
     tokens, top_k = active_TK.shape
     return csr_array(
         (

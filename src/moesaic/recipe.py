@@ -142,6 +142,15 @@ class Recipe:
             or self.router == "representative"
         )
 
+    @property
+    def statistics(self) -> dict[str, Any]:
+        """What a profile is to hold besides sums, as `profile_ffn` is told."""
+        return {
+            "activation_top_k": self.activation_top_k if self.marks_active else None,
+            "normalise": self.normalise,
+            "gram": self.importance == "observability",
+        }
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
