@@ -6,7 +6,9 @@ WHAT is table (recipes, training-free, plain and distilled), mixes (losses of a 
 rates (learning rates) or samples (data efficiency). Converts and trains in memory and writes
 Markdown to standard output, one row per run as it ends. Every run of a seed sees the same
 calibration windows, training windows and evaluation text; none of the last is trained on. The
-row "dense" is fine-tuned on the same windows, and ratios are over that row at the same loss.
+row "dense" is fine-tuned by next-token loss on the same windows at the same rates, and ratios are
+over that row of the same seed. "distilled" is against the dense model as it came, "tuned teacher"
+against that row's model. Minutes are of CPU time, training and merging alone.
 """
 
 from __future__ import annotations
@@ -61,16 +63,19 @@ class Bench:
         self.ids, self.heldout, _ = hold_out(ids, arguments.data, tokenizer, self.length)
         assert self.heldout is not None
         self.kept: tuple[Any, Any] = (None, None)  # the last conversion, by what it was
+        self.kept_dense: tuple[Any, Any] = (None, None)
 
     def perplexity(self, model: Any) -> float:
         return perplexity(model, self.heldout, self.length, self.arguments.max_tokens)[0]
 
     def converted(self, recipe: str, sparsity: float, seed: int) -> Any:
+        """By NAME or NAME:GRAIN; a copy of the last one where it is asked for again."""
         if self.kept[0] != (recipe, sparsity, seed):
             calibration = sample_windows(self.ids, 32_768 // self.length, self.length, seed)
+            name, _, grain = recipe.partition(":")
             model, _ = moesaic.convert(
-                load_model(self.arguments.model, "float32"), recipe, sparsity=sparsity,
-                grain=self.arguments.grain, calibration=calibration, seed=seed,
+                load_model(self.arguments.model, "float32"), name, sparsity=sparsity,
+                grain=grain or "medium", calibration=calibration, seed=seed,
             )  # fmt: skip
             self.kept = (recipe, sparsity, seed), model
         return copy.deepcopy(self.kept[1])
@@ -78,20 +83,35 @@ class Bench:
     def settings(self, seed: int, **changes: Any) -> Settings:
         base = Settings(
             samples=self.arguments.samples, sequence_length=self.length,
-            batch_size=self.arguments.batch_size, seed=seed,
+            batch_size=self.arguments.batch_size, epochs=self.arguments.epochs, seed=seed,
+            balance_rate=self.arguments.balance_rate,
         )  # fmt: skip
         return replace(base, **changes)
 
-    def trained(self, model: Any, settings: Settings) -> tuple[float, dict[str, Any]]:
+    def tuned(self, settings: Settings) -> Any:
+        """The dense model after next-token fine-tuning with these settings; kept, the last one."""
+        settings = replace(settings, mix=PLAIN)
+        if self.kept_dense[0] != settings:
+            windows = draw_windows(self.ids, settings.samples, self.length, settings.seed)
+            dense = load_model(self.arguments.model, "float32")
+            done = train(dense, windows, settings, Machine(use_cpu=True))
+            self.kept_dense = settings, merge(done.model)
+        return self.kept_dense[1]
+
+    def trained(
+        self, model: Any, settings: Settings, tuned_teacher: bool = False
+    ) -> tuple[float, dict[str, Any]]:
         """Perplexity after training, and what else was seen."""
-        started = time.perf_counter()
         windows = draw_windows(self.ids, settings.samples, self.length, settings.seed)
-        teacher = None if settings.mix == PLAIN else self.dense
+        teacher = None
+        if settings.mix != PLAIN:
+            teacher = self.tuned(settings) if tuned_teacher else self.dense
+        started = time.process_time()
         done = train(model, windows, settings, Machine(use_cpu=True), teacher)
         with torch.no_grad():
             refit_thresholds(done.model, windows[: max(1, 8192 // self.length)])
         merged = merge(done.model)
-        minutes = (time.perf_counter() - started) / 60
+        minutes = (time.process_time() - started) / 60
         after = measure_loads(merged, windows[: max(1, 8192 // self.length)])
 
         def worst(loads: Any) -> list[float]:
@@ -118,27 +138,30 @@ def spread(values: list[float]) -> str:
 def table(bench: Bench) -> list[dict[str, Any]]:
     arguments, rows = bench.arguments, []
     base = bench.perplexity(bench.dense)
-    losses = {"plain": (PLAIN, arguments.lora_lr), "distilled": (DISTILLED, arguments.lora_lr)}
+    rate = arguments.lora_lr
+    losses = {
+        "plain": (PLAIN, rate, False),
+        "distilled": (DISTILLED, rate, False),
+        "tuned teacher": (DISTILLED, rate, True),
+    }
     if arguments.paper:
-        losses = {"paper's rate": (PLAIN, PLAIN_LR)} | losses
+        losses = {"paper's rate": (PLAIN, PLAIN_LR, False)} | losses
     for seed in range(arguments.seeds):
         row = {"recipe": "dense", "sparsity": 0, "seed": seed, "free": base}
-        for name, (mix, rate) in losses.items():
-            if mix == PLAIN and not arguments.no_dense:
-                model = load_model(arguments.model, "float32")
-                row[name], _ = bench.trained(model, bench.settings(seed, lora_lr=rate))
-        if not arguments.no_dense:
-            say(row)
-            rows.append(row)
+        for name, (mix, rate, _) in losses.items():
+            if mix == PLAIN:
+                row[name] = bench.perplexity(bench.tuned(bench.settings(seed, lora_lr=rate)))
+        say(row)
+        rows.append(row)
         for sparsity in arguments.sparsity:
             for recipe in arguments.recipes.split(","):
                 row = {"recipe": recipe, "sparsity": sparsity, "seed": seed}
-                for name, (mix, rate) in losses.items():
+                for name, (mix, rate, tuned) in losses.items():
                     model = bench.converted(recipe, sparsity, seed)
                     row["layout"] = model.config.moesaic["layout"]
                     row.setdefault("free", bench.perplexity(model))
                     settings = bench.settings(seed, lora_lr=rate, mix=mix)
-                    row[name], found = bench.trained(model, settings)
+                    row[name], found = bench.trained(model, settings, tuned)
                     row |= {f"{name}: {key}": value for key, value in found.items()}
                 say(row)
                 rows.append(row)
@@ -146,20 +169,30 @@ def table(bench: Bench) -> list[dict[str, Any]]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Means over seeds; in brackets over the dense model, fine-tuned by plain loss."""
-    names = [n for n in ("free", "paper's rate", "plain", "distilled") if any(n in r for r in rows)]
-    keys = dict.fromkeys((row["sparsity"], row["recipe"], row.get("layout", "")) for row in rows)
-    dense = statistics.mean([r["plain"] for r in rows if r["recipe"] == "dense"] or [math.nan])
-    print("| skipped | recipe | layout | " + " | ".join(names) + " |")
-    print("|---" * (3 + len(names)) + "|")
-    for sparsity, recipe, layout in keys:
+    """Means over seeds; in brackets over the dense model of the same seed.
+
+    That as it came for what is not trained, else fine-tuned by next-token loss; minutes last.
+    """
+    names = ["free", "paper's rate", "plain", "distilled", "tuned teacher"]
+    names = [name for name in names if any(name in row for row in rows)]
+    keys = dict.fromkeys((row["sparsity"], row["recipe"]) for row in rows)
+    dense = {row["seed"]: row for row in rows if row["recipe"] == "dense"}
+    print("| skipped | recipe | layout | " + " | ".join(names) + " | minutes |")
+    print("|---" * (4 + len(names)) + "|")
+    for sparsity, recipe in keys:
         here = [r for r in rows if (r["sparsity"], r["recipe"]) == (sparsity, recipe)]
-        cells = []
+        cells, minutes = [], []
         for name in names:
             values = [row[name] for row in here if name in row]
-            over = f" ({statistics.mean(values) / dense:.3f})" if values else ""
-            cells.append(spread(values) + over if values else "")
-        print(f"| {sparsity:.0%} | {recipe} | {layout} | " + " | ".join(cells) + " |")
+            own = {"free": "free", "paper's rate": "paper's rate"}.get(name, "plain")
+            over = [row[name] / dense[row["seed"]][own] for row in here if name in row]
+            brackets = f" ({spread(over)})" if over and recipe != "dense" else ""
+            cells.append(f"{statistics.mean(values):.3f}{brackets}" if values else "")
+            spent = [row[f"{name}: minutes"] for row in here if f"{name}: minutes" in row]
+            minutes += [f"{statistics.mean(spent):.1f}"] if spent else []
+        layouts = " ".join(dict.fromkeys(row.get("layout", "") for row in here))
+        cells = [f"{sparsity:.0%}", recipe, layouts, *cells, " / ".join(minutes)]
+        print(f"| {' | '.join(cells)} |")
 
 
 def variants(bench: Bench, what: str) -> None:
@@ -186,7 +219,7 @@ def variants(bench: Bench, what: str) -> None:
                 for count in SAMPLES
                 for name, mix, rate in (
                     ("plain", PLAIN, arguments.lora_lr),
-                    ("distilled", DISTILLED, arguments.lora_lr),
+                    ("tuned teacher", DISTILLED, arguments.lora_lr),
                 )
                 if count <= arguments.samples
             }
@@ -194,11 +227,13 @@ def variants(bench: Bench, what: str) -> None:
             model = bench.converted(recipe, sparsity, seed)
             found: dict[str, Any] = {}
             if changes.get("samples") == 0:
-                value = bench.perplexity(model)
+                value, dense = bench.perplexity(model), bench.perplexity(bench.dense)
             else:
-                value, found = bench.trained(model, bench.settings(seed, **changes))
+                settings = bench.settings(seed, **changes)
+                value, found = bench.trained(model, settings, "tuned" in name)
+                dense = bench.perplexity(bench.tuned(settings)) if what == "samples" else math.nan
             say({"case": name, "recipe": recipe, "sparsity": sparsity, "seed": seed,
-                 "perplexity": value, **found})  # fmt: skip
+                 "perplexity": value, "over dense": value / dense, **found})  # fmt: skip
 
 
 def main() -> None:
@@ -212,12 +247,14 @@ def main() -> None:
     parser.add_argument("--lora-lr", type=float, default=3e-4, help="of both losses")
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-3])
     parser.add_argument("--paper", action="store_true", help="plain at the paper's rate as well")
-    parser.add_argument("--recipes", default="moesaic,cmoe,static")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--balance-rate", type=float, default=1e-3)
+    parser.add_argument(
+        "--recipes", default="moesaic-dynamic:fine,moesaic,cmoe,static", help="NAME[:GRAIN]"
+    )
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.25, 0.5])
-    parser.add_argument("--grain", default="medium")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=32_768)
-    parser.add_argument("--no-dense", action="store_true", help="table: without the first row")
     parser.add_argument("--only", default="", help="mixes: only these")
     arguments = parser.parse_args()
     logging.set_verbosity_error()

@@ -23,7 +23,7 @@ from moesaic.finetune import run as run_module
 from moesaic.finetune.balance import measure_loads
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
-from moesaic.finetune.lora import blocks_of, merge, parameter_groups, routers_of, wrap
+from moesaic.finetune.lora import ROUTER_SHARE, blocks_of, merge, parameter_groups, routers_of, wrap
 from moesaic.finetune.masked import all_gates, masked
 from moesaic.finetune.prepare import draw_windows
 from moesaic.finetune.train import Machine, RecoveryTrainer, Settings, Trained, gather, train
@@ -65,9 +65,11 @@ def test_wrapping_changes_nothing_and_trains_all_it_should() -> None:
     assert any("score_proj" in name for name in trained)
     assert all("lora_" in n or "router.modules_to_save" in n for n in trained)
     assert not any("head" in name or "embed" in name for name in trained)
-    scales = parameter_groups(wrapped, 1.0, 2.0)[1]
+    loras, scales, routers = parameter_groups(wrapped, 1.0, 2.0)
+    assert (loras["lr"], scales["lr"], routers["lr"]) == (1.0, 2.0, ROUTER_SHARE)
     assert len(scales["params"]) == 3
-    assert scales["lr"] == 2.0
+    assert [tuple(p.shape) for p in routers["params"]] == [(6, 32)] * 3  # score_proj
+    assert len(loras["params"]) + 3 + len(routers["params"]) == len(trained)
 
 
 def test_a_frozen_router_still_learns_its_scale() -> None:

@@ -450,6 +450,13 @@ def test_the_command_line_converts_and_compares_a_mixture(
     assert code == 0
     assert "experts 1, 3: stay whole (not asked for)" in out
     assert "active FFN neurons 90.0%" in out
+    assert "no expert was converted" not in out
+    code, out, _ = run(*ask, "--overwrite", "--min-tokens", 10**6, "--recipe", "cmoe")
+    assert code == 0
+    assert "no expert was converted" in out
+    assert "active FFN neurons 100.0%" in out
+    code, _, _ = run(*ask, "--overwrite", "--experts", "0,2", "--recipe", "cmoe")
+    assert code == 0
     code, _, error = run(*ask, "--overwrite", "--experts", "0,x")
     assert (code, error.count("\n")) == (2, 1)
     assert "--experts '0,x': give whole numbers such as 0,3,7" in error

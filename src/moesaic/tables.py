@@ -74,6 +74,12 @@ def report_tables(report: ConversionReport) -> None:
     for note in sorted({note for layer in report.layers for note in layer.notes}):
         where = [str(layer.layer) for layer in report.layers if note in layer.notes]
         out.print(f"layers {', '.join(where)}: {note}")
+    experts = [row for layer in report.layers for row in layer.experts]
+    if experts and all("whole" in row for row in experts):
+        out.print(
+            "no expert was converted, and the model computes what it did before; take more "
+            "--samples or a lower --min-tokens"
+        )
     if behind := [layer for layer in report.layers if layer.better_static]:
         which = ", ".join(f"{layer.layer} ({layer.better_static})" for layer in behind)
         out.print(f"routing does not beat static pruning at the same budget in layers {which}")

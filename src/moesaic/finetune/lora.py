@@ -17,6 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from moesaic.modeling import MoesaicBlock, MoesaicExperts, MoesaicHierarchy
 
 NAME = "default"  # of the adapter
+# A router that was fitted in closed form is near its best: at LoRA's own rate Adam's steps, which
+# are as large for a weight that matters little, spoil it (docs/log.md, 2026-11-21).
+ROUTER_SHARE = 0.1
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -120,12 +123,17 @@ def freeze(wrapped: Any, freeze_router: bool) -> None:
 
 
 def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[str, Any]]:
-    """The optimizer's groups: expert_scale with a learning rate of its own."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    scales = [p for name, p in trained if name.endswith("expert_scale")]
-    others = [p for name, p in trained if not name.endswith("expert_scale")]
-    groups = [{"params": others, "lr": lora_lr}, {"params": scales, "lr": scale_lr}]
-    return [group for group in groups if group["params"]]
+    """The optimizer's groups: LoRA, expert_scale, and routers at ROUTER_SHARE of LoRA's rate."""
+    scales, routers, others = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name.endswith("expert_scale"):
+            scales.append(parameter)
+        elif parameter.requires_grad and "router" in name.split("."):
+            routers.append(parameter)
+        elif parameter.requires_grad:
+            others.append(parameter)
+    rates = (others, lora_lr), (scales, scale_lr), (routers, ROUTER_SHARE * lora_lr)
+    return [{"params": parameters, "lr": rate} for parameters, rate in rates if parameters]
 
 
 @torch.no_grad()
