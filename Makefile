@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Environments of their own for engines and DeepSpeed.
+ENGINES ?= .engines
+
 .PHONY: demo test test-engines test-distributed check bench golden clean
 
 demo: $(VENV)/installed
@@ -23,12 +26,11 @@ bench: $(VENV)/installed-dev
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python benchmarks/bench_convert.py
 
-# Training on two CPU processes against one: a minute or two.
-test-distributed: $(VENV)/installed-dev
-	MOESAIC_DISTRIBUTED=1 $(BIN)/python -m pytest tests/test_distributed.py
+# Training on two CPU processes against one, DeepSpeed included: some minutes, and a C++ compiler.
+test-distributed: $(ENGINES)/deepspeed/installed
+	MOESAIC_DISTRIBUTED=1 $(ENGINES)/deepspeed/bin/python -m pytest tests/test_distributed.py
 
 # Exports served by vLLM and llama.cpp, each in an environment of its own: some ten minutes.
-ENGINES ?= .engines
 test-engines: $(VENV)/installed-dev $(ENGINES)/vllm/installed $(ENGINES)/llama/installed
 	PYTHONPATH=. $(BIN)/python tests/engines/run_engines.py \
 		--vllm $(abspath $(ENGINES))/vllm/bin/python --llama $(abspath $(ENGINES))/llama/bin/python
@@ -43,6 +45,14 @@ $(ENGINES)/vllm/installed:
 $(ENGINES)/llama/installed:
 	$(PYTHON) -m venv $(ENGINES)/llama
 	$(ENGINES)/llama/bin/pip install --quiet 'llama-cpp-python[server]'
+	touch $@
+
+# In an environment of its own: accelerate imports it where it finds it.
+$(ENGINES)/deepspeed/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ENGINES)/deepspeed
+	$(ENGINES)/deepspeed/bin/pip install --quiet --constraint constraints.txt wheel setuptools --editable '.[dev]'
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(ENGINES)/deepspeed/bin/pip install --quiet --no-build-isolation \
+		--constraint constraints.txt deepspeed
 	touch $@
 
 # The numbers that tests/test_golden.py compares with; only on purpose.

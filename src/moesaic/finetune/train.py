@@ -253,8 +253,9 @@ class RecoveryTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs |= {
-                name: float(torch.stack(parts).mean()) for name, parts in self.parts.items()
-            } | {"samples": self.state.global_step * self.settings.batch_size}
+            means = {name: torch.stack(parts).mean() for name, parts in self.parts.items()}
+            means = self.accelerator.reduce(means, "mean")  # of all processes, like the loss
+            logs |= {name: float(mean) for name, mean in means.items()}
+            logs["samples"] = self.state.global_step * self.settings.batch_size
             self.parts = {}
         super().log(logs, start_time)
