@@ -461,6 +461,26 @@ def test_no_arguments_show_the_help(run: Run) -> None:
     assert "convert" in printed
 
 
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["convert", "demo", "--output", "x"], "--device cpu or fewer --samples"),
+        (["finetune", "demo", "--output", "x"], "--micro-batch 1, --gradient-checkpointing or"),
+    ],
+)
+def test_a_full_gpu_is_one_line_with_the_command_s_own_advice(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str], advice: str
+) -> None:
+    def full(*unused: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr("moesaic.cli.convert_model", full)
+    monkeypatch.setattr("moesaic.cli_finetune.finetune", full)
+    code, _, error = run(*words)
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"out of memory on the GPU; try {advice}" in error
+
+
 def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*unused: object) -> None:
         raise KeyboardInterrupt

@@ -23,7 +23,14 @@ from moesaic.finetune import run as run_module
 from moesaic.finetune.balance import measure_loads
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
-from moesaic.finetune.lora import ROUTER_SHARE, blocks_of, merge, parameter_groups, routers_of, wrap
+from moesaic.finetune.lora import (
+    PRODUCTS_SHARE,
+    blocks_of,
+    merge,
+    parameter_groups,
+    routers_of,
+    wrap,
+)
 from moesaic.finetune.masked import all_gates, masked
 from moesaic.finetune.prepare import draw_windows
 from moesaic.finetune.train import Machine, RecoveryTrainer, Settings, Trained, gather, train
@@ -65,11 +72,19 @@ def test_wrapping_changes_nothing_and_trains_all_it_should() -> None:
     assert any("score_proj" in name for name in trained)
     assert all("lora_" in n or "router.modules_to_save" in n for n in trained)
     assert not any("head" in name or "embed" in name for name in trained)
-    loras, scales, routers = parameter_groups(wrapped, 1.0, 2.0)
-    assert (loras["lr"], scales["lr"], routers["lr"]) == (1.0, 2.0, ROUTER_SHARE)
+    others, scales = parameter_groups(wrapped, 1.0, 2.0)
+    assert (others["lr"], scales["lr"]) == (1.0, 2.0)
     assert len(scales["params"]) == 3
-    assert [tuple(p.shape) for p in routers["params"]] == [(6, 32)] * 3  # score_proj
-    assert len(loras["params"]) + 3 + len(routers["params"]) == len(trained)
+    assert len(others["params"]) + 3 == len(trained)
+
+
+def test_routers_with_products_learn_slowly() -> None:
+    wrapped = wrap(converted(recipe="moesaic-dynamic"), 4, 8, freeze_router=False)
+    others, scales, routers = parameter_groups(wrapped, 1.0, 2.0)
+    assert (others["lr"], scales["lr"], routers["lr"]) == (1.0, 2.0, PRODUCTS_SHARE)
+    assert len(routers["params"]) == 3 * 3, "score_proj, and weight and bias of feature_proj"
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    assert sum(len(group["params"]) for group in (others, scales, routers)) == len(trained)
 
 
 def test_a_frozen_router_still_learns_its_scale() -> None:

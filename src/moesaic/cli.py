@@ -279,11 +279,13 @@ def main() -> None:
         code, message = 2, f"error: {' '.join(str(error).split())}"
         err.print(message, markup=False, highlight=False)
     except torch.OutOfMemoryError:
-        code, message = 2, "error: out of memory on the GPU; try --device cpu or fewer --samples"
+        less = "--micro-batch 1, --gradient-checkpointing or a smaller --sequence-length"
+        less = less if sys.argv[1:2] == ["finetune"] else "--device cpu or fewer --samples"
+        code, message = 2, f"error: out of memory on the GPU; try {less}"
         err.print(message, markup=False, highlight=False)
     except TyperException as error:
         code, message = 2, f"error: {error.format_message()} (see moesaic --help)"
         err.print(message, markup=False, highlight=False)
     if code == 130:
-        err.print("interrupted; a conversion that had begun goes on with --resume")
+        err.print("interrupted; what had begun goes on with --resume")
     sys.exit(code)

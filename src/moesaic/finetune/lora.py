@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from moesaic.modeling import MoesaicBlock, MoesaicExperts, MoesaicHierarchy
 
 NAME = "default"  # of the adapter
-# A router that was fitted in closed form is near its best: at LoRA's own rate Adam's steps, which
-# are as large for a weight that matters little, spoil it (docs/log.md, 2026-11-21).
-ROUTER_SHARE = 0.1
+# Of a router that multiplies products of directions: at the rate of LoRA its scores move
+# too far in a step of Adam (docs/log.md, 2026-11-21).
+PRODUCTS_SHARE = 0.1
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -123,17 +123,20 @@ def freeze(wrapped: Any, freeze_router: bool) -> None:
 
 
 def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[str, Any]]:
-    """The optimizer's groups: LoRA, expert_scale, and routers at ROUTER_SHARE of LoRA's rate."""
-    scales, routers, others = [], [], []
+    """The optimizer's groups: LoRA and routers, expert_scale, and routers with products.
+
+    The last ones learn at PRODUCTS_SHARE of LoRA's rate.
+    """
+    with_products = [router for router in routers_of(model) if router.feature_proj is not None]
+    slow = {id(parameter) for router in with_products for parameter in router.parameters()}
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": rate} for rate in (lora_lr, scale_lr, PRODUCTS_SHARE * lora_lr)
+    ]
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name.endswith("expert_scale"):
-            scales.append(parameter)
-        elif parameter.requires_grad and "router" in name.split("."):
-            routers.append(parameter)
-        elif parameter.requires_grad:
-            others.append(parameter)
-    rates = (others, lora_lr), (scales, scale_lr), (routers, ROUTER_SHARE * lora_lr)
-    return [{"params": parameters, "lr": rate} for parameters, rate in rates if parameters]
+        if parameter.requires_grad:
+            place = 1 if name.endswith("expert_scale") else 2 if id(parameter) in slow else 0
+            groups[place]["params"].append(parameter)
+    return [group for group in groups if group["params"]]
 
 
 @torch.no_grad()

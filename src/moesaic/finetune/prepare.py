@@ -20,7 +20,7 @@ from moesaic.load import choose_device, load_config, load_tokenizer, window_leng
 from moesaic.prepare import hold_out, source_name
 
 MOST_TOKENS = 2**28  # 2 GB of ids
-DISTILLED = Mix(lm=0.5, logits=0.5, ffn=1.0)
+DISTILLED = Mix(lm=0.5, logits=0.5, ffn=3.0)
 PLAIN_LR = 5.95e-5  # the paper's
 DISTILLED_LR = 3e-4
 
