@@ -144,6 +144,7 @@ def table(bench: Bench) -> list[dict[str, Any]]:
         "distilled": (DISTILLED, rate, False),
         "tuned teacher": (DISTILLED, rate, True),
     }
+    losses = {name: losses[name] for name in arguments.losses.split(",")}
     if arguments.paper:
         losses = {"paper's rate": (PLAIN, PLAIN_LR, False)} | losses
     for seed in range(arguments.seeds):
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--lora-lr", type=float, default=3e-4, help="of both losses")
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-3])
+    parser.add_argument("--losses", default="plain,distilled,tuned teacher", help="of the table")
     parser.add_argument("--paper", action="store_true", help="plain at the paper's rate as well")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--balance-rate", type=float, default=1e-3)

@@ -72,19 +72,21 @@ def test_wrapping_changes_nothing_and_trains_all_it_should() -> None:
     assert any("score_proj" in name for name in trained)
     assert all("lora_" in n or "router.modules_to_save" in n for n in trained)
     assert not any("head" in name or "embed" in name for name in trained)
-    others, scales = parameter_groups(wrapped, 1.0, 2.0)
-    assert (others["lr"], scales["lr"]) == (1.0, 2.0)
+    others, experts, scales = parameter_groups(wrapped, 1.0, 2.0)
+    assert (others["lr"], experts["lr"], scales["lr"]) == (1.0, pytest.approx(6**-0.25), 2.0)
+    assert len(experts["params"]) == 3 * 4  # A and B of gate_up_proj and of down_proj
     assert len(scales["params"]) == 3
-    assert len(others["params"]) + 3 == len(trained)
+    assert len(others["params"]) + 15 == len(trained)
 
 
 def test_routers_with_products_learn_slowly() -> None:
     wrapped = wrap(converted(recipe="moesaic-dynamic"), 4, 8, freeze_router=False)
-    others, scales, routers = parameter_groups(wrapped, 1.0, 2.0)
+    others, experts, scales, routers = parameter_groups(wrapped, 1.0, 2.0)
     assert (others["lr"], scales["lr"], routers["lr"]) == (1.0, 2.0, PRODUCTS_SHARE)
     assert len(routers["params"]) == 3 * 3, "score_proj, and weight and bias of feature_proj"
     trained = [p for p in wrapped.parameters() if p.requires_grad]
-    assert sum(len(group["params"]) for group in (others, scales, routers)) == len(trained)
+    groups = (others, experts, scales, routers)
+    assert sum(len(group["params"]) for group in groups) == len(trained)
 
 
 def test_a_frozen_router_still_learns_its_scale() -> None:

@@ -20,6 +20,9 @@ NAME = "default"  # of the adapter
 # Of a router that multiplies products of directions: at the rate of LoRA its scores move
 # too far in a step of Adam (docs/log.md, 2026-11-21).
 PRODUCTS_SHARE = 0.1
+# The LoRA weights of R experts add up like one of R times the rank: steps that agree want the same
+# rate as elsewhere, noise one lower by the square root of R. Between the two by measurement.
+ROOT = 0.25
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -123,19 +126,24 @@ def freeze(wrapped: Any, freeze_router: bool) -> None:
 
 
 def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[str, Any]]:
-    """The optimizer's groups: LoRA and routers, expert_scale, and routers with products.
+    """The optimizer's groups: LoRA and routers, that of R routed experts, scales, slow routers.
 
-    The last ones learn at PRODUCTS_SHARE of LoRA's rate.
+    At `lora_lr`, at R^-ROOT of it, at `scale_lr`, and with products at PRODUCTS_SHARE of it.
     """
-    with_products = [router for router in routers_of(model) if router.feature_proj is not None]
-    slow = {id(parameter) for router in with_products for parameter in router.parameters()}
-    groups: list[dict[str, Any]] = [
-        {"params": [], "lr": rate} for rate in (lora_lr, scale_lr, PRODUCTS_SHARE * lora_lr)
-    ]
+    routed = getattr(model.config, "moesaic", {}).get("num_routed", 0)
+    experts, slow = set(), set()
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and hasattr(module, "lora_A"):
+            experts |= {id(parameter) for parameter in module.parameters()}
+    for router in routers_of(model):
+        if router.feature_proj is not None:
+            slow |= {id(parameter) for parameter in router.parameters()}
+    rates = (lora_lr, lora_lr / max(routed, 1) ** ROOT, scale_lr, PRODUCTS_SHARE * lora_lr)
+    groups: list[dict[str, Any]] = [{"params": [], "lr": rate} for rate in rates]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            place = 1 if name.endswith("expert_scale") else 2 if id(parameter) in slow else 0
-            groups[place]["params"].append(parameter)
+            place = 1 if id(parameter) in experts else 3 if id(parameter) in slow else 0
+            groups[2 if name.endswith("expert_scale") else place]["params"].append(parameter)
     return [group for group in groups if group["params"]]
 
 
