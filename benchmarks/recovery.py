@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import statistics
 import time
 from dataclasses import replace
@@ -45,7 +44,7 @@ MIXES = {
     "next token + logits": Mix(0.5, 0.5, 0),
     "next token + FFNs": Mix(1, 0, 1),
     "logits + FFNs": Mix(0, 1, 1),
-    "all three": Mix(0.5, 0.5, 0.5),
+    "all three": DISTILLED,
 }
 RATES = (5.95e-5, 3e-4, 1e-3, 3e-3)
 SAMPLES = (0, 64, 256, 1024, 2048)
@@ -144,13 +143,13 @@ def table(bench: Bench) -> list[dict[str, Any]]:
         "distilled": (DISTILLED, rate, False),
         "tuned teacher": (DISTILLED, rate, True),
     }
-    losses = {name: losses[name] for name in arguments.losses.split(",")}
+    losses = {name: losses[name] for name in dict.fromkeys(["plain", *arguments.losses])}
     if arguments.paper:
         losses = {"paper's rate": (PLAIN, PLAIN_LR, False)} | losses
     for seed in range(arguments.seeds):
         row = {"recipe": "dense", "sparsity": 0, "seed": seed, "free": base}
         for name, (mix, rate, _) in losses.items():
-            if mix == PLAIN:
+            if mix == PLAIN:  # the reference of the others as well
                 row[name] = bench.perplexity(bench.tuned(bench.settings(seed, lora_lr=rate)))
         say(row)
         rows.append(row)
@@ -232,9 +231,10 @@ def variants(bench: Bench, what: str) -> None:
             else:
                 settings = bench.settings(seed, **changes)
                 value, found = bench.trained(model, settings, "tuned" in name)
-                dense = bench.perplexity(bench.tuned(settings)) if what == "samples" else math.nan
+                dense = bench.perplexity(bench.tuned(settings)) if what == "samples" else None
+            over = {"over dense": value / dense} if dense else {}
             say({"case": name, "recipe": recipe, "sparsity": sparsity, "seed": seed,
-                 "perplexity": value, "over dense": value / dense, **found})  # fmt: skip
+                 "perplexity": value, **over, **found})  # fmt: skip
 
 
 def main() -> None:
@@ -247,7 +247,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--lora-lr", type=float, default=3e-4, help="of both losses")
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-3])
-    parser.add_argument("--losses", default="plain,distilled,tuned teacher", help="of the table")
+    names = ["plain", "distilled", "tuned teacher"]
+    parser.add_argument("--losses", nargs="+", choices=names, default=names, help="of the table")
     parser.add_argument("--paper", action="store_true", help="plain at the paper's rate as well")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--balance-rate", type=float, default=1e-3)

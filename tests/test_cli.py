@@ -464,7 +464,7 @@ def test_no_arguments_show_the_help(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["convert", "demo", "--output", "x"], "--device cpu or fewer --samples"),
+        (["convert", "demo", "--output", "x"], "--device cpu or shorter windows"),
         (["finetune", "demo", "--output", "x"], "--micro-batch 1, --gradient-checkpointing or"),
     ],
 )
@@ -482,13 +482,15 @@ def test_a_full_gpu_is_one_line_with_the_command_s_own_advice(
 
 
 def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*unused: object) -> None:
+    def interrupted(*unused: object, **more: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moesaic.cli_flops.load_config", interrupted)
-    code, _, error = run("flops", "demo")
+    monkeypatch.setattr("moesaic.cli.convert_model", interrupted)
+    assert run("flops", "demo")[0::2] == (130, "interrupted\n")
+    code, _, error = run("convert", "demo", "--output", "x")
     assert code == 130
-    assert "--resume" in error
+    assert "goes on with --resume" in error
 
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,6 +283,29 @@ def test_experts_with_too_few_tokens_stay_whole_and_never_fail_the_run(recipe: s
     assert report.active_ffn_fraction < 1
 
 
+def test_experts_are_profiled_in_batches_that_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With an expert in the middle that stays whole."""
+    found = []
+    for together in (10**6, 40, 1):
+        monkeypatch.setattr("moesaic.hierarchy.TOGETHER", together)
+        model, _ = moesaic.convert(
+            tiny_mixture("olmoe"), "moesaic", "S3A3E8", WINDOWS, experts=[0, 2, 3]
+        )
+        found.append(logits(model, IDS))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_broken_expert_is_named() -> None:
+    model = tiny_mixture("olmoe")
+    model.model.layers[1].mlp.experts.gate_up_proj.data[2, 0, 0] = 1e30
+    model.model.layers[1].mlp.experts.down_proj.data[2] = 0
+    with pytest.raises(moesaic.MoesaicError, match=r"layer 1 of .*: expert 2: .*not finite"):
+        moesaic.convert(model, "moesaic", "S3A3E8", WINDOWS)
+
+
 # --- the output folder -------------------------------------------------------------------------
 
 _KILLED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from moesaic import profile, profile_experts
 from moesaic.adapters import DenseFFN
 from moesaic.errors import MoesaicError
 from moesaic.inputs import Inputs
+from moesaic.layout import Sizes
+from moesaic.partition import partition
 from moesaic.profile import Profile, profile_ffn
-from moesaic.recipe import RECIPES
+from moesaic.recipe import RECIPES, Recipe
 
 CPU = torch.device("cpu")
 TOKENS = (2, 23, 9, 57)
@@ -86,15 +89,27 @@ def test_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
-def test_every_recipe_gets_the_statistics_that_it_needs(recipe: Any) -> None:
+@pytest.mark.parametrize("importance", [None, "observability"])
+def test_every_recipe_finds_what_it_needs(recipe: Recipe, importance: str | None) -> None:
+    """Both profiles serve the partition, and give the same."""
+    if importance is not None:
+        if recipe.normalise:
+            pytest.skip("importance of a normalised FFN means nothing")
+        recipe = replace(recipe, importance=importance)
     inputs, ffns = experts(16, 12)
+    inputs, ffns = inputs[3:], ffns[3:]
     wanted = recipe.statistics | {"sample": recipe.samples_hidden}
-    for ours, twin in zip(
-        profile_experts.profile_experts(inputs, ffns, **wanted),
-        one_by_one(inputs, ffns, **wanted),
-        strict=True,
-    ):
-        assert_same(ours, twin)
+    (ours,) = profile_experts.profile_experts(inputs, ffns, **wanted)
+    (twin,) = one_by_one(inputs, ffns, **wanted)
+    sizes = Sizes(4, 4, 2, 1) if recipe.routed else Sizes(8, 1, 4, 0)
+    if recipe.grouping == "neurons":
+        sizes = Sizes(4, 1, 8, 2)
+    parts = [
+        partition(profile, ffns[0], recipe, sizes, np.random.default_rng(0))
+        for profile in (ours, twin)
+    ]
+    np.testing.assert_array_equal(parts[0].shared_S, parts[1].shared_S)
+    np.testing.assert_array_equal(parts[0].experts_RM, parts[1].experts_RM)
 
 
 def test_names_the_experts_that_are_broken() -> None:

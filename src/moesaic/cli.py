@@ -279,13 +279,15 @@ def main() -> None:
         code, message = 2, f"error: {' '.join(str(error).split())}"
         err.print(message, markup=False, highlight=False)
     except torch.OutOfMemoryError:
-        less = "--micro-batch 1, --gradient-checkpointing or a smaller --sequence-length"
-        less = less if sys.argv[1:2] == ["finetune"] else "--device cpu or fewer --samples"
+        less = "--device cpu or shorter windows (--sequence-length)"
+        if sys.argv[1:2] == ["finetune"]:
+            less = "--micro-batch 1, --gradient-checkpointing or a smaller --sequence-length"
         code, message = 2, f"error: out of memory on the GPU; try {less}"
         err.print(message, markup=False, highlight=False)
     except TyperException as error:
         code, message = 2, f"error: {error.format_message()} (see moesaic --help)"
         err.print(message, markup=False, highlight=False)
     if code == 130:
-        err.print("interrupted; what had begun goes on with --resume")
+        goes_on = sys.argv[1:2] in (["convert"], ["finetune"])
+        err.print(f"interrupted{'; what had begun goes on with --resume' if goes_on else ''}")
     sys.exit(code)

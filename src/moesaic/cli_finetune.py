@@ -40,7 +40,8 @@ def finetune_command(
     lora_lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate of LoRA and routers [default: 5.95e-5; with --distill 3e-4]."
+            help="Learning rate of LoRA and routers, of routed experts over R^(1/4) [default: "
+            "5.95e-5; with --distill 3e-4]."
         ),
     ] = None,
     scale_lr: Annotated[float, typer.Option(help="Learning rate of expert_scale.")] = 1e-3,

@@ -149,13 +149,14 @@ def _profiled(
 ) -> Iterator[tuple[Inputs, tuple[Profile, Profile]]]:
     """Inputs and profiles of the experts that are converted, in order.
 
-    Profiled are as many at once as TOGETHER pairs hold, so that their tokens and samples fit into
-    memory beside the layer: one pass over the pairs for all experts.
+    As many at once as have TOGETHER pairs, and neurons, between them: their tokens, samples and
+    matrices are held beside the layer. One pass over the pairs for all experts.
     """
     experts = [expert for expert in range(ffns.num_outer) if expert not in whole]
     while experts:
         sizes = np.cumsum([len(routed.tokens_of[expert]) for expert in experts])
-        count = max(1, int((sizes <= TOGETHER).sum()))
+        neurons = ffns.read(layer).intermediate_size
+        count = max(1, min(int((sizes <= TOGETHER).sum()), TOGETHER // neurons))
         some, experts = experts[:count], experts[count:]
         inputs = [routed.inputs(expert) for expert in some]
         read = [ffns.read(layer, expert) for expert in some]
@@ -167,7 +168,8 @@ def _profiled(
             plain = profile_experts(inputs, read) if recipe.normalise else profiles
         except BrokenExpertsError as error:
             broken = ", ".join(str(some[place]) for place in error.experts)
-            raise MoesaicError(f"experts {broken}: {error}") from error
+            which = "expert" if len(error.experts) == 1 else "experts"
+            raise MoesaicError(f"{which} {broken}: {error}") from error
         yield from zip(inputs, zip(profiles, plain, strict=True), strict=True)
 
 

@@ -6,7 +6,7 @@ D hidden_size, M neurons of an expert, N outputs of a projection, K activation_t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ def profile_experts(
 ) -> list[Profile]:
     """What `profile_ffn` finds for each expert on the tokens it is fitted on, up to rounding.
 
-    Experts have gates, no biases and equal sizes. Beyond what it returns it copies the experts'
-    first two matrices and their tokens. Raises MoesaicError, with the places of the experts,
-    where hidden states are not finite.
+    Experts have gates, no biases and equal sizes. Beyond what it returns it holds a copy of the
+    experts' first two matrices (two where normalised), a block of about BLOCK_PAIRS pairs, and
+    with `gram` 4 E M^2 bytes. Raises BrokenExpertsError where hidden states are not finite.
     """
     ffns = [ffn.with_unit_rows() for ffn in ffns] if normalise else list(ffns)
     first, count = ffns[0], len(ffns)
@@ -45,42 +45,41 @@ def profile_experts(
     up_EMD = torch.stack([ffn.up_FD for ffn in ffns])
     act: Any = ACT2FN[first.activation]
 
-    tokens_E = torch.tensor([one.tokens for one in inputs], device=device)
-    x_PD = torch.cat([x_TD for one in inputs for x_TD in one.fit()])
-    if normalise:
-        x_PD = nn.functional.normalize(x_PD, dim=-1)
-    expert_P = torch.arange(count, device=device).repeat_interleave(tokens_E)
-    place_P = torch.arange(len(x_PD), device=device) - (tokens_E.cumsum(0) - tokens_E)[expert_P]
-    stride_E = (tokens_E + SAMPLE_TOKENS - 1) // SAMPLE_TOKENS
-    sampled_P = (place_P % stride_E[expert_P] == 0) & sample
-
     energy_EM = torch.zeros(count, neurons, dtype=torch.float64, device=device)
     sum_EM = torch.zeros_like(energy_EM)
     gram_EMM = torch.zeros(count, neurons, neurons, device=device) if gram else None
     marks, sample_x, sample_h = [], [], []
-    blocks = zip(*(t.split(BLOCK_PAIRS) for t in (x_PD, expert_P, sampled_P)), strict=True)
-    for x, expert, sampled in blocks:
-        size_E = torch.bincount(expert, minlength=count)
-        h = act(grouped_linear(x, gate_EMD, size_E)).mul_(grouped_linear(x, up_EMD, size_E))
-        h = h.float()
-        none_EM = torch.zeros(count, neurons, device=device)
-        energy_EM += none_EM.index_add(0, expert, h.square())
-        sum_EM += none_EM.index_add(0, expert, h)
+    sampled_E = [0] * count
+    for x_PD, starts, sizes in _packed(inputs):
+        if normalise:
+            x_PD = nn.functional.normalize(x_PD, dim=-1)
+        size_E = torch.tensor(sizes, device=device)
+        gate_PM = act(grouped_linear(x_PD, gate_EMD, size_E))
+        h_PM = gate_PM.mul_(grouped_linear(x_PD, up_EMD, size_E)).float()
+        energy_EM += _sums(h_PM.square(), size_E)
+        sum_EM += _sums(h_PM, size_E)
         if gram_EMM is not None:
-            gram_EMM += grouped_gram(h, size_E)
+            gram_EMM += grouped_gram(h_PM, size_E)
         if sample:
-            sample_x.append(x[sampled].float())
-            sample_h.append(h[sampled])
+            rows: list[int] = []
+            place = 0
+            for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+                stride = -(-inputs[e].tokens // SAMPLE_TOKENS)
+                found = range(place + -start % stride, place + size, stride)
+                sampled_E[e] += len(found)
+                rows += found
+                place += size
+            sample_x.append(x_PD[rows].float())
+            sample_h.append(h_PM[rows])
         if top_k:
-            marks.append(h.abs_().topk(top_k, dim=-1, sorted=False).indices.int().cpu())
+            marks.append(h_PM.abs_().topk(top_k, dim=-1, sorted=False).indices.int().cpu())
     broken = (~energy_EM.isfinite().all(dim=1)).nonzero()[:, 0].tolist()
     if broken:
         raise BrokenExpertsError(broken)
-    tokens: list[int] = tokens_E.tolist()
+    tokens = [one.tokens for one in inputs]
     active_E = torch.cat(marks).split(tokens) if marks else [None] * count
-    sizes = ((tokens_E + stride_E - 1) // stride_E.clamp(min=1)).tolist()
-    x_E = torch.cat(sample_x).split(sizes) if sample else [None] * count
-    h_E = torch.cat(sample_h).split(sizes) if sample else [None] * count
+    x_E = torch.cat(sample_x).split(sampled_E) if sample else [None] * count
+    h_E = torch.cat(sample_h).split(sampled_E) if sample else [None] * count
     energy, total = energy_EM.cpu().numpy(), sum_EM.cpu().numpy()
     return [
         Profile(
@@ -102,6 +101,34 @@ class BrokenExpertsError(MoesaicError):
     def __init__(self, experts: list[int]):
         super().__init__("the FFN's activations are not finite")
         self.experts = experts
+
+
+def _packed(
+    inputs: Sequence[Inputs],
+) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
+    """Blocks of about BLOCK_PAIRS rows, expert by expert.
+
+    With each, for every expert, how many of its rows came before and how many are in the block.
+    """
+    count, done = len(inputs), [0] * len(inputs)
+    held: list[torch.Tensor] = []
+    sizes = [0] * count
+    for e, one in enumerate(inputs):
+        for x_TD in one.fit():
+            for part_TD in x_TD.split(BLOCK_PAIRS):
+                held.append(part_TD)
+                sizes[e] += len(part_TD)
+                if sum(sizes) >= BLOCK_PAIRS:
+                    yield torch.cat(held), done, sizes
+                    done = [a + b for a, b in zip(done, sizes, strict=True)]
+                    held, sizes = [], [0] * count
+    if held:
+        yield torch.cat(held), done, sizes
+
+
+def _sums(values_PM: torch.Tensor, size_E: torch.Tensor) -> torch.Tensor:
+    """Sums of each expert's rows (E, M); in the same order every time, which atomics are not."""
+    return torch.segment_reduce(values_PM, "sum", lengths=size_E, axis=0)
 
 
 def grouped_linear(

@@ -19,8 +19,8 @@ BLOCK_TOKENS = 2048
 class Routed:
     """What a layer's experts are called with for all calibration tokens, sorted by expert once.
 
-    Recorded in one pass from the model's own router; the tokens of one expert are gathered when
-    it is fitted. Holds x (T, D), chosen experts and gate weights (T, O).
+    Recorded in one pass from the model's own router; the tokens of one expert are gathered by
+    `inputs`. Holds x (T, D), chosen experts and gate weights (T, O).
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Routed:
     def inputs(self, expert: int) -> Inputs:
         """The tokens that the router sends to an expert; held out are those of the same windows.
 
-        Where it gets none of them, the last eighth of its own.
+        Where it gets none of those, or mostly those, the last eighth of its own.
         """
         token_P = self.tokens_of[expert]
         x_PD, count = self.x_TD[token_P], len(token_P)
         first_held = int((token_P < self.first_held).sum())
-        if first_held in (0, count):
+        if not count / 2 <= first_held < count:
             first_held = count - max(count // HELD_OUT, 1)
         return Inputs(
             x_PD.split(BLOCK_TOKENS), count, self.hold_out, self.storage, self.device,

@@ -125,12 +125,19 @@ def freeze(wrapped: Any, freeze_router: bool) -> None:
             parameter.requires_grad_(name == "expert_scale" or not freeze_router)
 
 
-def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[str, Any]]:
-    """The optimizer's groups: LoRA and routers, that of R routed experts, scales, slow routers.
-
-    At `lora_lr`, at R^-ROOT of it, at `scale_lr`, and with products at PRODUCTS_SHARE of it.
-    """
+def learning_rates(model: Any, lora_lr: float, scale_lr: float) -> dict[str, float]:
+    """Of every kind of trained weight."""
     routed = getattr(model.config, "moesaic", {}).get("num_routed", 0)
+    return {
+        "LoRA, routers": lora_lr,
+        "LoRA of routed experts": lora_lr / max(routed, 1) ** ROOT,
+        "expert_scale": scale_lr,
+        "routers with products": PRODUCTS_SHARE * lora_lr,
+    }
+
+
+def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[str, Any]]:
+    """The optimizer's groups: one for each of `learning_rates` that has weights to train."""
     experts, slow = set(), set()
     for name, module in model.named_modules():
         if name.endswith(".experts") and hasattr(module, "lora_A"):
@@ -138,8 +145,8 @@ def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[s
     for router in routers_of(model):
         if router.feature_proj is not None:
             slow |= {id(parameter) for parameter in router.parameters()}
-    rates = (lora_lr, lora_lr / max(routed, 1) ** ROOT, scale_lr, PRODUCTS_SHARE * lora_lr)
-    groups: list[dict[str, Any]] = [{"params": [], "lr": rate} for rate in rates]
+    rates = learning_rates(model, lora_lr, scale_lr)
+    groups: list[dict[str, Any]] = [{"params": [], "lr": rate} for rate in rates.values()]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             place = 1 if id(parameter) in experts else 3 if id(parameter) in slow else 0

@@ -23,6 +23,7 @@ class FinetuneReport:
     data: str
     distill: str | None
     settings: dict[str, Any]
+    rates: dict[str, float]  # learning rates
     merged: bool
     heldout: str | None
     heldout_tokens: int = 0
@@ -73,8 +74,8 @@ def finetune_card(report: FinetuneReport, licence: str | None, command: str | No
         ("Text", f"{report.data}: {values['samples']} x {values['sequence_length']} tokens, "
                  f"{values['epochs']} epoch(s)"),
         ("Imitates", report.public_names[1] or "nothing: next-token loss alone"),
-        ("LoRA", f"rank {values['rank']}, alpha {values['alpha']:g}, learning rate "
-                 f"{values['lora_lr']:g}; expert_scale {values['scale_lr']:g}"),
+        ("LoRA", f"rank {values['rank']}, alpha {values['alpha']:g}"),
+        ("Learning rates", "; ".join(f"{what} {v:.3g}" for what, v in report.rates.items())),
         ("Perplexity before", shown(report.perplexity_before)),
         ("Perplexity after", shown(report.perplexity)),
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from moesaic.evaluate.perplexity import perplexity
 from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
 from moesaic.finetune.fold import fold_scale, mean_gates
-from moesaic.finetune.lora import blocks_of, is_mixture, routers_of
+from moesaic.finetune.lora import blocks_of, is_mixture, learning_rates, routers_of
 from moesaic.finetune.lora import merge as merge_lora
 from moesaic.finetune.prepare import Ready, prepare
 from moesaic.finetune.report import FinetuneReport, finetune_card
@@ -112,6 +112,7 @@ def finetune(
         data=ready.source,
         distill=None if distill is None else str(distill),
         settings=settings.to_dict(),
+        rates=learning_rates(loaded, settings.lora_lr, settings.scale_lr),
         merged=merge,
         heldout=ready.heldout,
     )

@@ -176,7 +176,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 class RecoveryTrainer(Trainer):
-    """Trainer with a group for expert_scale, losses against the dense model, and balance."""
+    """Trainer with rates for each kind of weight, losses against the dense model, and balance."""
 
     def __init__(
         self,
