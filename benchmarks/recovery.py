@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from transformers.utils import logging
 
 import moesaic
@@ -195,9 +196,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def variants(bench: Bench, what: str) -> None:
+def variants(bench: Bench, what: str) -> list[dict[str, Any]]:
     """Mixes, rates or samples: one recipe and sparsity, one row each."""
-    arguments = bench.arguments
+    arguments, rows = bench.arguments, []
     recipe, sparsity = arguments.recipes.split(",")[0], arguments.sparsity[0]
     for seed in range(arguments.seeds):
         if what == "mixes":
@@ -233,8 +234,33 @@ def variants(bench: Bench, what: str) -> None:
                 value, found = bench.trained(model, settings, "tuned" in name)
                 dense = bench.perplexity(bench.tuned(settings)) if what == "samples" else None
             over = {"over dense": value / dense} if dense else {}
-            say({"case": name, "recipe": recipe, "sparsity": sparsity, "seed": seed,
-                 "perplexity": value, **over, **found})  # fmt: skip
+            row = {"case": name, "recipe": recipe, "sparsity": sparsity, "seed": seed,
+                   "perplexity": value, **over, **found}  # fmt: skip
+            say(row)
+            rows.append(row)
+    return rows
+
+
+def plot_samples(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Data efficiency: perplexity over the dense model's, tuned on as many windows (a PNG)."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for loss, label in (("plain", "next token"), ("tuned teacher", "distilled, tuned teacher")):
+        found: dict[int, list[float]] = {}
+        for row in rows:
+            name, count = row["case"].rsplit(", ", 1)
+            if name == loss:
+                found.setdefault(int(count), []).append(row["over dense"])
+        axes.plot(
+            range(len(found)), [statistics.mean(values) for values in found.values()],
+            marker="o", label=label,
+        )  # fmt: skip
+        axes.set_xticks(range(len(found)), [f"{count:,}" for count in found])
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set(xlabel="training windows", ylabel="perplexity over dense, tuned as long", title=title)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -259,6 +285,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=32_768)
     parser.add_argument("--only", default="", help="mixes: only these")
+    parser.add_argument("--plot", type=Path, help="samples: a PNG of data efficiency")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -267,7 +294,11 @@ def main() -> None:
     if arguments.what == "table":
         print_table(table(bench))
     else:
-        variants(bench, arguments.what)
+        rows = variants(bench, arguments.what)
+        if arguments.plot:
+            skipped = f"{arguments.sparsity[0]:.0%} skipped"
+            title = f"{Path(arguments.model).name}, {arguments.recipes}, {skipped}"
+            plot_samples(rows, arguments.plot, title)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import csv
 import errno
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,40 @@ def test_a_folder_holds_all_and_exports(folder: Path, dense: Path, tmp_path: Pat
     assert again.perplexity_before == pytest.approx(report.folded_perplexity, rel=1e-5)
 
 
+def test_a_teacher_is_tuned_on_the_same_windows_first(
+    folder: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By next-token loss, as a dense model of its own would be; then the student imitates it."""
+    runs: list[tuple[bool, Any]] = []
+    real = train
+
+    def watch(model: Any, windows: Any, settings: Any, machine: Any, *rest: Any) -> Any:
+        done = real(model, windows, settings, machine, *rest)
+        runs.append((rest[0] is None, settings))
+        return done
+
+    monkeypatch.setattr(run_module, "train", watch)
+    report = tuned(folder, tmp_path / "out", distill=str(dense), tune_teacher=True)
+    assert [alone for alone, _ in runs] == [True, False]
+    assert runs[0][1] == replace(runs[1][1], mix=Mix())
+    ids = tokenizer()(TEXT)["input_ids"]
+    held = torch.tensor(ids)[-(len(ids) // 10) :]
+    untuned, _ = moesaic.perplexity(load_model(dense), held, 64)
+    assert report.teacher_perplexity < 0.9 * untuned
+    assert "Dense model, tuned likewise" in (tmp_path / "out" / "README.md").read_text()
+    assert load_model(tmp_path / "out").config.moesaic["finetune"]["teacher_tuned"]
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_no_teacher_is_tuned_where_weights_are_sharded(
+    name: str, folder: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(MoesaicError, match="one process or data-parallel ones"):
+        tuned(folder, tmp_path / "out", distill=str(dense), tune_teacher=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_adapter_loads_through_peft(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,16 +397,24 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("changes", [{}, {"freeze_router": True, "epochs": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"freeze_router": True, "epochs": 2}, {"tune_teacher": True}]
+)
 def test_a_killed_run_resumes_to_the_same_bits(
-    changes: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    folder: Path,
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     values = {"checkpoint_every": 3, "scale_lr": 1e-2} | changes
+    if "tune_teacher" in changes:
+        values["distill"] = str(dense)
     tuned(folder, tmp_path / "whole", **values)
     step = RecoveryTrainer.training_step
 
     def die(self: Any, *arguments: Any) -> Any:
-        if self.state.global_step == 5:
+        if self.state.global_step == 5 and (self.teacher is not None or "distill" not in values):
             raise Killed
         return step(self, *arguments)
 
@@ -466,6 +509,7 @@ def test_a_disk_that_fills_at_the_very_end_costs_no_training(
         ({"data": [" "]}, "text is empty"),
         ({"sequence_length": 65}, "sequence length 65 is outside 2..64, the model's context"),
         ({"distill": "nowhere/at/all"}, "no such model folder"),
+        ({"tune_teacher": True}, "--tune-teacher needs --distill"),
         ({"seed": -1}, "seed -1 is outside"),
         ({"device": "cpu:0"}, "accelerate launch"),
     ],

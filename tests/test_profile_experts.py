@@ -130,3 +130,15 @@ def test_grouped_products_with_empty_groups(width: int) -> None:
     gram_EMM = profile_experts.grouped_gram(x_PD, size_E)
     torch.testing.assert_close(gram_EMM[3], x_PD[3:].T @ x_PD[3:])
     assert not gram_EMM[0].any()
+
+
+def test_products_without_a_grouped_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an old GPU or an old torch."""
+    inputs, ffns = experts(16, 12)
+    wanted: dict[str, Any] = {"activation_top_k": 3, "sample": True, "gram": True}
+    grouped = profile_experts.profile_experts(inputs, ffns, **wanted)
+    monkeypatch.setattr(profile_experts, "can_group", lambda rows: False)
+    for ours, twin in zip(
+        profile_experts.profile_experts(inputs, ffns, **wanted), grouped, strict=True
+    ):
+        assert_same(ours, twin)

@@ -51,6 +51,14 @@ def finetune_command(
     distill: Annotated[
         str | None, typer.Option(help="The dense model, whose logits and FFNs are imitated.")
     ] = None,
+    tune_teacher: Annotated[
+        bool,
+        typer.Option(
+            "--tune-teacher",
+            help="Tune the dense model on the same windows first: it teaches better, and is the "
+            "fair reference.",
+        ),
+    ] = False,
     freeze_router: Annotated[
         bool, typer.Option("--freeze-router", help="Of the router train expert_scale only.")
     ] = False,
@@ -88,7 +96,8 @@ def finetune_command(
         model, output, data, samples=samples, sequence_length=sequence_length,
         epochs=epochs, batch_size=batch_size, rank=rank, alpha=alpha, lora_lr=lora_lr,
         scale_lr=scale_lr, balance_rate=balance_rate, distill=distill,
-        freeze_router=freeze_router, merge=merge, micro_batch=micro_batch,
+        tune_teacher=tune_teacher, freeze_router=freeze_router, merge=merge,
+        micro_batch=micro_batch,
         gradient_checkpointing=gradient_checkpointing, checkpoint_every=checkpoint_every,
         tensorboard=tensorboard, seed=seed, device=device, dtype=dtype, overwrite=overwrite,
         resume=resume, trust_remote_code=trust_remote_code,
@@ -117,6 +126,9 @@ def _print(report: FinetuneReport, output: Path) -> None:
             f"perplexity on {report.heldout} ({report.heldout_tokens} tokens): "
             f"{report.perplexity_before:.4f} before, {report.perplexity:.4f} after"
         )
+    if report.teacher_perplexity is not None and report.perplexity is not None:
+        ratio = report.perplexity / report.teacher_perplexity
+        out.print(f"dense model tuned likewise: {report.teacher_perplexity:.4f}, ratio {ratio:.4f}")
     if report.folded_perplexity is not None:
         how = "folded into the experts" if report.folded else "kept, for folding loses too much"
         out.print(f"trained gates: {how} ({report.folded_perplexity:.4f} folded)")

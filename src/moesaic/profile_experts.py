@@ -16,10 +16,10 @@ from transformers.activations import ACT2FN
 from moesaic.adapters import DenseFFN
 from moesaic.errors import MoesaicError
 from moesaic.inputs import Inputs
+from moesaic.modeling import can_group
 from moesaic.profile import SAMPLE_TOKENS, Profile, binary
 
 BLOCK_PAIRS = 4096
-_ROW_BYTES = 16  # torch's grouped product wants rows of a multiple of these
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def grouped_linear(
     x_PD: torch.Tensor, weight_END: torch.Tensor, size_E: torch.Tensor
 ) -> torch.Tensor:
     """x W_e^T (P, N) for rows sorted by expert, `size_E` rows of each; 2 P N D FLOPs."""
-    if _aligned(x_PD):
+    if can_group(x_PD):
         ends_E = size_E.cumsum(0, dtype=torch.int32)
         return nn.functional.grouped_mm(x_PD, weight_END.mT, offs=ends_E)
     parts = zip(x_PD.split(size_E.tolist()), weight_END, strict=True)
@@ -144,12 +144,6 @@ def grouped_linear(
 
 def grouped_gram(h_PM: torch.Tensor, size_E: torch.Tensor) -> torch.Tensor:
     """h_e^T h_e (E, M, M) for rows sorted by expert; 2 P M^2 FLOPs."""
-    if _aligned(h_PM):
+    if can_group(h_PM):
         return nn.functional.grouped_mm(h_PM.T, h_PM, offs=size_E.cumsum(0, dtype=torch.int32))
     return torch.stack([h_TM.T @ h_TM for h_TM in h_PM.split(size_E.tolist())])
-
-
-def _aligned(rows: torch.Tensor) -> bool:
-    """Whether torch has a grouped product for such rows."""
-    whole = rows.shape[1] * rows.element_size() % _ROW_BYTES == 0
-    return whole and hasattr(nn.functional, "grouped_mm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,6 +64,7 @@ def prepare(
     data: Any,
     *,
     distill: str | Path | None,
+    tune_teacher: bool,
     samples: int,
     sequence_length: int | None,
     epochs: int,
@@ -104,6 +106,14 @@ def prepare(
         raise MoesaicError(
             f"device {device}: training takes the first GPU, or those of accelerate launch; set "
             "CUDA_VISIBLE_DEVICES"
+        )
+    if tune_teacher and distill is None:
+        raise MoesaicError("--tune-teacher needs --distill, which names the dense model to tune")
+    sharded = [n for n in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_set(n)]
+    if tune_teacher and sharded:
+        raise MoesaicError(
+            "--tune-teacher is for one process or data-parallel ones; where weights are sharded, "
+            "tune the dense model before and name it with --distill"
         )
     if tensorboard is not None and find_spec("tensorboard") is None:
         raise MoesaicError("--tensorboard needs the package: pip install tensorboard")
@@ -149,6 +159,10 @@ def prepare(
         freeze_router, mix, seed,
     )  # fmt: skip
     return Ready(settings, config, tokenizer, windows_NL, source_name(data), heldout_ids, heldout)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"
 
 
 def draw_windows(ids: torch.Tensor, samples: int, length: int, seed: int) -> torch.Tensor:

@@ -31,6 +31,8 @@ class FinetuneReport:
     perplexity: float | None = None
     folded_perplexity: float | None = None
     folded: bool = False
+    teacher_tuned: bool = False
+    teacher_perplexity: float | None = None  # of the dense model, where it was tuned likewise
     loads_before: list[dict[str, Any]] = field(default_factory=list)
     loads_after: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -53,7 +55,7 @@ class FinetuneReport:
 
     def recipe(self) -> dict[str, Any]:
         """What the configuration of the model keeps."""
-        names = ("data", "distill", "settings", "folded")
+        names = ("data", "distill", "teacher_tuned", "settings", "folded")
         kept = {name: value for name, value in self.to_dict().items() if name in names}
         return kept | {"distill": self.public_names[1]}
 
@@ -73,12 +75,15 @@ def finetune_card(report: FinetuneReport, licence: str | None, command: str | No
         ("Converted model", report.public_names[0]),
         ("Text", f"{report.data}: {values['samples']} x {values['sequence_length']} tokens, "
                  f"{values['epochs']} epoch(s)"),
-        ("Imitates", report.public_names[1] or "nothing: next-token loss alone"),
+        ("Imitates", (report.public_names[1] or "nothing: next-token loss alone")
+                     + (", tuned on the same windows first" if report.teacher_tuned else "")),
         ("LoRA", f"rank {values['rank']}, alpha {values['alpha']:g}"),
         ("Learning rates", "; ".join(f"{what} {v:.3g}" for what, v in report.rates.items())),
         ("Perplexity before", shown(report.perplexity_before)),
         ("Perplexity after", shown(report.perplexity)),
     ]  # fmt: skip
+    if report.teacher_perplexity is not None:
+        rows.append(("Dense model, tuned likewise", shown(report.teacher_perplexity)))
     if report.folded_perplexity is not None:
         kept = "written" if report.folded else "not written: it loses too much"
         rows.append(("With gates folded", f"{report.folded_perplexity:.4f} ({kept})"))

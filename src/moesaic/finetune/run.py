@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
+from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import blocks_of, is_mixture, learning_rates, routers_of
 from moesaic.finetune.lora import merge as merge_lora
@@ -53,6 +54,7 @@ def finetune(
     scale_lr: float = 1e-3,
     balance_rate: float = 1e-3,
     distill: str | Path | None = None,
+    tune_teacher: bool = False,
     freeze_router: bool = False,
     merge: bool = True,
     micro_batch: int | None = None,
@@ -74,23 +76,25 @@ def finetune(
     expert_scale are trained by Adam on `samples` windows of `data`, a SOURCE (wikitext2 unless
     given, or demo for what came from the demo model). After every optimiser step the selection
     biases move by `balance_rate` towards equal loads. `distill` names the dense model: its logits
-    and FFNs are then imitated as well. `merge` writes a model like the one given, otherwise
-    `output` is a PEFT adapter for it. Measures perplexity on held-out text and loads before and
-    after; writes the learning curve beside the weights.
+    and FFNs are then imitated as well. With `tune_teacher` it first learns the same windows by
+    next-token loss, in memory: it teaches better then, and is the fair reference. `merge` writes a
+    model like the one given, otherwise `output` is a PEFT adapter for it. Measures perplexity on
+    held-out text and loads before and after; writes the learning curve beside the weights.
 
     Runs alone or under `accelerate launch`. Raises MoesaicError for bad input, leaving nothing
     behind, and for a loss that stops being finite or a full disk, leaving the checkpoints in
-    DIR.partial. Costs about three forward passes per token, four with `distill`; memory: the
-    model, the dense one with `distill`, and activations of `micro_batch` windows.
+    DIR.partial. Costs about three forward passes per token, four with `distill`, and three of the
+    dense model with `tune_teacher`; memory: the model, the dense one with `distill`, and
+    activations of `micro_batch` windows.
     """
     started = time.perf_counter()
     target = Path(output).absolute()
     ready = prepare(
-        model, target, data, distill=distill, samples=samples, sequence_length=sequence_length,
-        epochs=epochs, batch_size=batch_size, rank=rank, alpha=alpha, lora_lr=lora_lr,
-        scale_lr=scale_lr, balance_rate=balance_rate, freeze_router=freeze_router,
-        micro_batch=micro_batch, checkpoint_every=checkpoint_every, tensorboard=tensorboard,
-        seed=seed, device=device, overwrite=overwrite, resume=resume,
+        model, target, data, distill=distill, tune_teacher=tune_teacher, samples=samples,
+        sequence_length=sequence_length, epochs=epochs, batch_size=batch_size, rank=rank,
+        alpha=alpha, lora_lr=lora_lr, scale_lr=scale_lr, balance_rate=balance_rate,
+        freeze_router=freeze_router, micro_batch=micro_batch, checkpoint_every=checkpoint_every,
+        tensorboard=tensorboard, seed=seed, device=device, overwrite=overwrite, resume=resume,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     settings = ready.settings
@@ -111,6 +115,7 @@ def finetune(
         model=str(model),
         data=ready.source,
         distill=None if distill is None else str(distill),
+        teacher_tuned=tune_teacher,
         settings=settings.to_dict(),
         rates=learning_rates(loaded, settings.lora_lr, settings.scale_lr),
         merged=merge,
@@ -130,6 +135,8 @@ def finetune(
         state.wait_for_everyone()
         draft = checkpoint.draft_folder(target)
         with checkpoint.writing(draft, "checkpoints"):
+            if tune_teacher:
+                dense = _taught(dense, ready, machine, draft / "teacher", resume, report)
             trained = train(
                 loaded, ready.windows_NL, settings, machine, dense, draft / "trainer", resume
             )
@@ -149,6 +156,21 @@ def finetune(
             _write_files(folder, report, trained.history, trained.loads_before, after, command)
             checkpoint.take_name(draft, target)
     return report
+
+
+def _taught(
+    dense: Any, ready: Ready, machine: Machine, folder: Path, resume: bool, report: FinetuneReport
+) -> Any:
+    """The dense model after next-token fine-tuning, by the same settings on the same windows."""
+    settings = replace(ready.settings, mix=Mix())
+    model = merge_lora(
+        train(dense, ready.windows_NL, settings, machine, None, folder, resume).model
+    )
+    if ready.heldout_ids is not None and PartialState().is_main_process:
+        report.teacher_perplexity, _ = perplexity(
+            model, ready.heldout_ids, settings.sequence_length, HELDOUT_TOKENS
+        )
+    return model
 
 
 @contextmanager
@@ -246,6 +268,7 @@ def _fingerprint(
         "model": report.model,
         "weights": digest.hexdigest(),
         "distill": report.distill,
+        "tune_teacher": report.teacher_tuned,
         "settings": json.loads(json.dumps(asdict(ready.settings))),
         "merge": report.merged,
         "training tokens": windows,

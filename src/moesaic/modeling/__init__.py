@@ -4,7 +4,7 @@ from transformers import AutoConfig
 
 from .configuration_moesaic import MoesaicConfig, config_class_for
 from .experts_moesaic import MoesaicExperts
-from .hierarchy_moesaic import MoesaicHierarchy, MoesaicPairProjection
+from .hierarchy_moesaic import MoesaicHierarchy, MoesaicPairProjection, can_group
 from .modeling_moesaic import (
     MoesaicBlock,
     beside_config,
@@ -26,6 +26,7 @@ __all__ = [
     "MoesaicProjection",
     "MoesaicRouter",
     "beside_config",
+    "can_group",
     "choose_experts",
     "config_class_for",
     "install_beside",

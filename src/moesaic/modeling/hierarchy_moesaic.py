@@ -21,6 +21,13 @@ from .experts_moesaic import make_experts, padded, random_parameter
 from .routing_moesaic import choose_experts, ranked
 
 
+def can_group(rows: torch.Tensor) -> bool:
+    """Whether torch has a grouped product for these rows: of whole 16 bytes, on no old GPU."""
+    if not hasattr(nn.functional, "grouped_mm") or rows.shape[1] * rows.element_size() % 16:
+        return False
+    return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
 class MoesaicPairProjection(nn.Module):
     """A linear layer per outer expert, on pairs: y_P = W[expert_P] x_P, grouped by expert.
 
@@ -49,7 +56,7 @@ class MoesaicPairProjection(nn.Module):
             count_E = expert_P.new_zeros(len(weight))
             count_E = count_E.scatter_add(0, expert_P, torch.ones_like(expert_P))
             sorted_PI = x_PI[order_P]
-            if kind == "grouped_mm" and hasattr(nn.functional, "grouped_mm"):
+            if kind == "grouped_mm" and can_group(sorted_PI):
                 ends_E = count_E.cumsum(0, dtype=torch.int32)
                 y_PR = nn.functional.grouped_mm(sorted_PI, weight.mT, offs=ends_E)
             else:
