@@ -118,7 +118,7 @@ moesaic.convert(sys.argv[1], recipe, "S3A3E8", torch.load(sys.argv[1] + "/../win
 
 @pytest.mark.parametrize(
     ("when", "recipe"),  # mid-way and in the last step
-    [(1, "cmoe"), (2, "cmoe"), (LAYERS + 1, "cmoe"), (2, "moesaic-dynamic")],
+    [(1, "cmoe"), (2, "cmoe"), (LAYERS + 1, "cmoe"), (2, "moesaic-budgets")],
 )
 def test_resume_after_kill_gives_the_same_bytes(
     dense: Path, tmp_path: Path, when: int, recipe: str

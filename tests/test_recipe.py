@@ -151,6 +151,7 @@ def test_rounds_of_re_assignment_are_whole_and_may_be_none(tmp_path: Path, value
     [
         ("base: moesaic\ncap: 4", "a cap limits threshold gating"),
         ("base: cmoe\nintercept: true", "an intercept comes from a repair"),
+        ("base: moesaic\nlayer_budgets: true", "need threshold gating: top-k has one K"),
         ("base: oracle\ngating: threshold", "threshold gating needs a router, not 'oracle'"),
         ("base: static\ngating: threshold", "threshold gating needs a router, not 'none'"),
         ("base: cmoe-code\nimportance: contribution", "of a normalised FFN means nothing"),
@@ -164,8 +165,8 @@ def test_choices_that_contradict_each_other(tmp_path: Path, text: str, message: 
 def test_what_a_recipe_needs_of_the_tokens() -> None:
     fits = [name for name, recipe in RECIPES.items() if recipe.fits]
     assert fits == [
-        "moesaic", "moesaic-up", "moesaic-dynamic", "moesaic-quadratic", "static-repaired",
-        "oracle",
+        "moesaic", "moesaic-up", "moesaic-dynamic", "moesaic-quadratic", "moesaic-budgets",
+        "static-repaired", "oracle",
     ]  # fmt: skip
     assert not any(RECIPES[name].marks_active for name in fits)
     assert all(RECIPES[name].marks_active for name in ("cmoe", "cmoe-code"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from moesaic.adapters import FFNs, find_ffns
+from moesaic.budgets import share_budgets
 from moesaic.data import has_heldout_split, sample_windows, to_ids
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
@@ -207,6 +209,9 @@ def _cell(
 ) -> dict[str, Any]:
     """Converts in memory, evaluates, and puts the dense FFNs back."""
     steps: dict[str, float] = {}
+    started = time.perf_counter()
+    plan = share_budgets(dense, ffns, plan, windows_NL, device, seed)
+    steps["budgets"] = time.perf_counter() - started
     with ffns.restored():
         stream = Stream(ffns, windows_NL, device)
         layers = convert_layers(stream, plan, seed, steps, trial=True)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from moesaic import checkpoint
 from moesaic.adapters import find_ffns
+from moesaic.budgets import share_budgets
 from moesaic.card import licence_of, model_card
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
@@ -114,11 +116,15 @@ def convert(
     todo, search = search_plan(
         dense, ffns, ready, target_ratio, compute, seed, trust_remote_code, progress
     )
+    todo = share_budgets(
+        dense, ffns, todo, windows_NL, compute, seed, Console(stderr=True, quiet=not progress).print
+    )
     report = ConversionReport(
         model=todo.model,
         recipe=todo.recipe.to_dict(),
         layout=str(todo.layout),
         shape=todo.shape,
+        budgets=todo.config.moesaic.get("budgets", []),
         calibration=source_name(calibration),
         tokens=windows_NL.numel(),
         sequence_length=windows_NL.shape[1],
@@ -205,6 +211,7 @@ def _fingerprint(
         "layout": report.layout,
         "experts": todo.config.moesaic.get("asked"),
         "layers": todo.config.moesaic["layers"],
+        "budgets": todo.config.moesaic.get("budgets"),
         "seed": report.seed,
         "dtype": todo.config.dtype,
         "device": device.type,

@@ -147,6 +147,8 @@ def fit_layer(
         masked, block = MaskedBlock(repaired.subset(neurons_N), shared, size, choose), None
     else:
         block = carve(repaired, parts, {} if router is None else router.state_dict(), config)
+        if block.router is not None:
+            block.router.num_active = sizes.num_active
         masked = masked_view(block, ffn, config)
     tick("carve")
     return Fitted(block, masked, parts, static_N, notes, repair, static_repair)

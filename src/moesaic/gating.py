@@ -10,7 +10,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+SOFTNESS = 0.3  # width of a choice's sigmoid, in standard deviations of a token's scores
 ALWAYS = 1e30  # further from any score than float32 tells apart
+
+
+def soft_choice(value_TR: torch.Tensor, threshold_T1: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """How surely each expert runs (T, R), in (0, 1): a sigmoid of its distance from the threshold.
+
+    What a choice's gradient is taken for (straight-through).
+    """
+    with torch.no_grad():
+        spread_T1 = value_TR.std(dim=-1, keepdim=True, unbiased=False).clamp(min=1e-20)
+    return ((value_TR - threshold_T1) / (SOFTNESS * spread_T1)).sigmoid()
 
 
 @torch.no_grad()

@@ -85,12 +85,12 @@ def _convert_layer(
         masked = masked_view(block, ffn, config)
         _advance(stream, config, layer, block, masked, inputs.all())
         return done[1]
-    generator = np.random.default_rng([seed, layer])
+    generator, sizes = np.random.default_rng([seed, layer]), todo.sizes_of(layer)
     try:
-        fitted = fit_layer(inputs, ffn, recipe, todo.sizes, config, generator, clock)
+        fitted = fit_layer(inputs, ffn, recipe, sizes, config, generator, clock)
     except MoesaicError as error:
         raise MoesaicError(f"layer {layer} of {todo.model}: {error}") from error
-    report = measure_layer(layer, inputs, ffn, fitted, todo.sizes, seed)
+    report = measure_layer(layer, inputs, ffn, fitted, sizes, seed)
     clock("measure")
     _advance(stream, config, layer, None if trial else fitted.block, fitted.masked, inputs.all())
     clock("advance")

@@ -21,19 +21,30 @@ Choose = Callable[[torch.Tensor], torch.Tensor]  # inputs (T, D) to the experts 
 
 
 class MaskedBlock(nn.Module):
-    """`ffn` holds the shared neurons, then expert by expert `expert_size` neurons."""
+    """`ffn` holds the shared neurons, then expert by expert `expert_size` neurons.
 
-    def __init__(self, ffn: DenseFFN, shared_size: int, expert_size: int, choose: Choose | None):
+    `scores` are what experts are chosen by (T, R), selection bias included, where a router scores.
+    """
+
+    def __init__(
+        self,
+        ffn: DenseFFN,
+        shared_size: int,
+        expert_size: int,
+        choose: Choose | None,
+        scores: Choose | None = None,
+    ):
         super().__init__()
-        self.ffn, self.choose = ffn, choose
+        self.ffn, self.choose, self.scores = ffn, choose, scores
         self.shared_size, self.expert_size = shared_size, expert_size
 
-    @torch.no_grad()
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         h_TF = self.ffn.hidden(x_TD)
         if self.choose is not None:
             chosen_TR = self.choose(x_TD).to(h_TF.dtype)
+            if torch.is_grad_enabled():  # an activation may keep its output for its gradient
+                h_TF = h_TF.clone()
             h_TRM = h_TF[:, self.shared_size :].unflatten(1, (-1, self.expert_size))
             h_TRM.mul_(chosen_TR[:, :, None])
         return self.ffn.output(h_TF).view_as(hidden_states)
@@ -83,5 +94,9 @@ def masked_view(block: MoesaicBlock, ffn: DenseFFN, config: Any) -> MaskedBlock:
         joined("gate_bias"),
         block.output_bias,
     )
-    choose = None if router is None else (lambda x_TD: router.choose(router.scores(x_TD)))
-    return MaskedBlock(whole, moe["shared_size"], size, choose)
+    if router is None:
+        return MaskedBlock(whole, moe["shared_size"], size, None)
+    return MaskedBlock(
+        whole, moe["shared_size"], size, lambda x_TD: router.choose(router.scores(x_TD)),
+        lambda x_TD: router.biased(router.scores(x_TD)),
+    )  # fmt: skip

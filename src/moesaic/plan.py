@@ -17,7 +17,7 @@ from moesaic.errors import MoesaicError
 from moesaic.flops import Macs, count_macs, meta_model, routed_macs
 from moesaic.layout import Layout, Sizes, layouts_for
 from moesaic.load import window_length
-from moesaic.modeling import config_class_for
+from moesaic.modeling import config_class_for, layer_budget
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.routers import FITTED
 
@@ -42,10 +42,18 @@ class Plan:
         if not self.recipe.routed:
             return f"the best {sizes.active} of {sizes.total} neurons, no routing{each}"
         mean = "on average " if self.recipe.gating == "threshold" else ""
+        budgets = self.config.moesaic.get("budgets")
+        layers = f" ({min(budgets)} to {max(budgets)} in a layer)" if budgets else ""
         return (
-            f"{sizes.shared} shared neurons, {mean}{sizes.num_active} of {sizes.num_routed} "
-            f"routed {'sub-' * bool(outer)}experts of {sizes.expert}{each}"
+            f"{sizes.shared} shared neurons, {mean}{sizes.num_active}{layers} of "
+            f"{sizes.num_routed} routed {'sub-' * bool(outer)}experts of {sizes.expert}{each}"
         )
+
+    def sizes_of(self, layer: int) -> Sizes:
+        """The sizes of one layer: its own budget where layers differ."""
+        if not self.sizes.num_routed or "budgets" not in self.config.moesaic:
+            return self.sizes
+        return replace(self.sizes, num_active=layer_budget(self.config, layer))
 
 
 def make_plans(

@@ -39,6 +39,7 @@ class Recipe:
     `cap`. `reassign_rounds` lets neurons move to the experts that a linear router picks when they
     are needed. `repair` refits the output vectors, with an output bias where `intercept`;
     `up_steps` of conjugate gradients then refit the rows of W_up, and it refits them once more.
+    `layer_budgets` shares the mean number of experts per token unequally between layers.
     `features` are the directions of a quadratic router. `experts` is the number of experts that
     a published method has, where it is part of it. `normalise` profiles and routes with
     unit-length inputs and weight rows; `absolute` ranks experts by the absolute value of their
@@ -51,6 +52,7 @@ class Recipe:
     grouping: str
     router: str
     gating: str = "topk"
+    layer_budgets: bool = False
     repair: str = "none"
     intercept: bool = False
     up_steps: int = 0
@@ -75,7 +77,7 @@ class Recipe:
                 raise MoesaicError(
                     f"recipe {self.name!r}: {name} is {value!r}; it must be >= {least}"
                 )
-        for name in ("normalise", "absolute", "intercept"):
+        for name in ("normalise", "absolute", "intercept", "layer_budgets"):
             if type(getattr(self, name)) is not bool:
                 raise MoesaicError(
                     f"recipe {self.name!r}: {name} is {getattr(self, name)!r}; it is true or false"
@@ -110,6 +112,10 @@ class Recipe:
             (
                 self.cap is not None and self.gating != "threshold",
                 "a cap limits threshold gating; top-k has none",
+            ),
+            (
+                self.layer_budgets and self.gating != "threshold",
+                "layers of different budgets need threshold gating: top-k has one K",
             ),
             (
                 self.gating == "threshold" and self.router in ("none", "oracle"),
@@ -196,6 +202,17 @@ RECIPES = {
             "as moesaic-dynamic, with products of 24 directions",
             router="quadratic",
             gating="threshold",
+            intercept=True,
+            **_MOESAIC,
+        ),
+        Recipe(
+            "moesaic-budgets",
+            "as moesaic-dynamic, and layers run as many experts as are worth most there; takes "
+            "about four times as long",
+            router="quadratic",
+            features=8,
+            gating="threshold",
+            layer_budgets=True,
             intercept=True,
             **_MOESAIC,
         ),

@@ -25,6 +25,7 @@ class ConversionReport:
     macs: float
     dense_perplexity: float | None = None
     perplexity: float | None = None
+    budgets: list[int] = field(default_factory=list)  # experts per token by layer, if they differ
     search: dict[str, float] = field(default_factory=dict)  # layer error or ratio per layout
     heldout: str | None = None
     heldout_tokens: int = 0

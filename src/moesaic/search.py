@@ -20,6 +20,7 @@ from moesaic.layout import Layout
 from moesaic.measure import measure_layer
 from moesaic.plan import Plan, make_plan
 from moesaic.prepare import Prepared
+from moesaic.soundness import check_on
 from moesaic.stream import Stream
 
 HELDOUT_TOKENS = 16_384  # tokens on which perplexities of a conversion are measured
@@ -81,11 +82,7 @@ def search_plan(
         tell(f"comparing {', '.join(str(plan.layout) for plan in ready.plans)}")
         return choose_plan(ready.plans, ffns, windows_NL, device, seed)
     assert ids is not None
-    if any(parameter.device != device for parameter in dense.parameters()):
-        raise MoesaicError(
-            f"a target ratio evaluates the whole model, which is not on {device} in whole; take "
-            "--device cpu, or a --sparsity"
-        )
+    check_on(dense, device, "a target ratio evaluates")
     length = first.sequence_length
     base, _ = perplexity(dense, ids, length, HELDOUT_TOKENS)
 

@@ -27,6 +27,15 @@ def check_weights(ffns: FFNs, model: Any) -> str:
     return digest.hexdigest()
 
 
+def check_on(model: Any, device: torch.device, why: str) -> None:
+    """Raises MoesaicError for a model that is not in whole on the device; `why` it has to be."""
+    if any(parameter.device != device for parameter in model.parameters()):
+        raise MoesaicError(
+            f"{why} the whole model, which is not on {device} in whole; take --device cpu, or "
+            "another recipe or budget that needs no more than a layer there"
+        )
+
+
 def check_inputs(stream: Stream, layer: int) -> None:
     """Raises MoesaicError where what enters a layer is not finite; names where it comes from."""
     if not torch.isfinite(stream.hidden_NLD.sum(dtype=torch.float32)):

@@ -88,6 +88,8 @@ def report_tables(report: ConversionReport) -> None:
             "this layout computes more than the dense model: its router costs more than the "
             "skipped neurons; take a coarser grain or a lower budget"
         )
+    if report.budgets:
+        out.print(f"experts per token by layer: {', '.join(map(str, report.budgets))}")
     if report.search:
         tried = ", ".join(f"{name} {value:.4f}" for name, value in report.search.items())
         out.print(f"layouts tried: {tried}")

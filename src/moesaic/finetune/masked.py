@@ -21,9 +21,9 @@ from torch.nn.functional import linear
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesaic.finetune.lora import blocks_of
+from moesaic.gating import soft_choice
 
 NAME = "moesaic_masked"
-SOFTNESS = 0.3  # width of a choice's sigmoid, in standard deviations of a token's scores
 WORTH = 0.25  # share of the experts that run from which on all are computed
 
 
@@ -72,8 +72,7 @@ def all_gates(router: Any, x_TD: torch.Tensor) -> torch.Tensor:
         if router.gating == "topk":
             best = value_TR.topk(router.num_active + 1, dim=-1).values
             threshold_T1 = best[:, -2:].mean(dim=-1, keepdim=True)
-        spread_T1 = value_TR.std(dim=-1, keepdim=True, unbiased=False).clamp(min=1e-20)
-    soft_TR: torch.Tensor = ((value_TR - threshold_T1) / (SOFTNESS * spread_T1)).sigmoid()
+    soft_TR = soft_choice(value_TR, threshold_T1)
     return gate_TR + (soft_TR - soft_TR.detach())
 
 

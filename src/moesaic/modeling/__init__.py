@@ -10,6 +10,7 @@ from .modeling_moesaic import (
     beside_config,
     install_beside,
     install_block,
+    layer_budget,
     new_beside,
     new_block,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "config_class_for",
     "install_beside",
     "install_block",
+    "layer_budget",
     "new_beside",
     "new_block",
 ]

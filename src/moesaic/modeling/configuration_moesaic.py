@@ -26,7 +26,8 @@ class MoesaicConfig(PreTrainedConfig):
     - `output_bias`: whether the block adds one (the dense FFN's, or a repair's intercept)
     - `router`: `kind`, `absolute`, `gating` (`topk` or `threshold`), `features` (directions whose
       products a quadratic router reads), `cap` (most experts of a token, or None)
-    - `layers`: the converted layers
+    - `layers`: the converted layers; `budgets`, only where they differ: the mean number of routed
+      experts per token of each, whose mean is `num_active`
     - only in a model that was a mixture before: `mixtures` (its layers with experts), `num_outer`
       (experts of a layer, each of which has the sizes above), `outer_active` (of them run for a
       token), `whole` (by layer, those that run all their sub-experts: the expert as it was),

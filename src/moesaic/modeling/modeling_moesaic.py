@@ -87,9 +87,20 @@ class MoesaicBlock(nn.Module):
 
 def new_block(config: MoesaicConfig, layer: int) -> nn.Module:
     """What stands in for a layer's FFN, or for the experts of a layer that has some already."""
-    return (
-        MoesaicHierarchy(config, layer) if "num_outer" in config.moesaic else MoesaicBlock(config)
-    )
+    if "num_outer" in config.moesaic:
+        return MoesaicHierarchy(config, layer)
+    block = MoesaicBlock(config)
+    if block.router is not None:
+        block.router.num_active = layer_budget(config, layer)
+    return block
+
+
+def layer_budget(config: MoesaicConfig, layer: int) -> int:
+    """Routed experts per token of a layer: its own where thresholds choose and layers differ."""
+    moe = config.moesaic
+    if "budgets" not in moe:
+        return moe["num_active"]
+    return moe["budgets"][moe["layers"].index(layer)]
 
 
 def beside_config(config: MoesaicConfig) -> MoesaicConfig:
