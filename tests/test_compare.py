@@ -58,6 +58,13 @@ def test_a_cell_is_what_convert_and_perplexity_give(result: tuple[dict[str, Any]
     assert cell["perplexity"]["demo"] == pytest.approx(value, rel=1e-4)
 
 
+def test_layers_of_a_cell_share_their_budget() -> None:
+    found = moesaic.compare("demo", ["moesaic-budgets"], references=(), **SMALL | {"samples": 16})
+    for cell in found["cells"].values():
+        assert "in a layer) of" in cell["shape"]
+        assert cell["active_ffn_fraction"] == pytest.approx(0.5, abs=0.01)
+
+
 def test_it_writes_table_and_plot_and_resumes(
     result: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 import typer
 from huggingface_hub.utils import logging as hub_logging
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 from transformers.utils import logging as transformers_logging
 from typer.exceptions import TyperException
 
@@ -207,7 +207,8 @@ def evaluate_command(
 @app.command()
 def recipes() -> None:
     """List the recipes and their ingredients."""
-    table = Table("recipe", "importance", "grouping", "router", "gating", "repair")
+    named = Column("recipe", no_wrap=True)
+    table = Table(named, "importance", "grouping", "router", "gating", "repair")
     for recipe in RECIPES.values():
         gating = recipe.gating if recipe.routed else "none"
         parts = (recipe.importance, recipe.grouping, recipe.router, gating, recipe.repair)

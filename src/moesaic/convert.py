@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from moesaic import checkpoint
 from moesaic.adapters import find_ffns
-from moesaic.budgets import share_budgets
+from moesaic.budgets import share_budgets, with_budgets
 from moesaic.card import licence_of, model_card
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
@@ -116,15 +116,11 @@ def convert(
     todo, search = search_plan(
         dense, ffns, ready, target_ratio, compute, seed, trust_remote_code, progress
     )
-    todo = share_budgets(
-        dense, ffns, todo, windows_NL, compute, seed, Console(stderr=True, quiet=not progress).print
-    )
     report = ConversionReport(
         model=todo.model,
         recipe=todo.recipe.to_dict(),
         layout=str(todo.layout),
         shape=todo.shape,
-        budgets=todo.config.moesaic.get("budgets", []),
         calibration=source_name(calibration),
         tokens=windows_NL.numel(),
         sequence_length=windows_NL.shape[1],
@@ -141,10 +137,16 @@ def convert(
         "seed": seed,
     }
     todo.config.dtype = str(dense.dtype).removeprefix("torch.")
+
+    def share(plan: Plan) -> Plan:
+        tell = Console(stderr=True, quiet=not progress).print
+        return share_budgets(dense, ffns, plan, windows_NL, compute, seed, tell)
+
     if target is None:
+        todo = share(todo)
         stream = Stream(ffns, windows_NL, compute)
         report.layers = convert_layers(stream, todo, seed, report.step_seconds, None, progress)
-        _count_whole(report, todo)
+        _tell_apart(report, todo)
         _become_ours(dense, todo.config)
     else:
         checkpoint.check_space(target, sum(p.nbytes for p in dense.parameters()))
@@ -160,9 +162,10 @@ def convert(
                 raise
         run = _fingerprint(todo, report, windows_NL, weights, compute)
         with checkpoint.open_draft(target, run, resume) as draft:
+            todo = _shared(todo, share, draft)
             stream = Stream(ffns, windows_NL, compute)
             report.layers = convert_layers(stream, todo, seed, report.step_seconds, draft, progress)
-            _count_whole(report, todo)
+            _tell_apart(report, todo)
             _become_ours(dense, todo.config)
             if heldout_ids is not None:
                 report.perplexity, _ = perplexity(dense, heldout_ids, length, HELDOUT_TOKENS)
@@ -177,8 +180,23 @@ def convert(
     return dense, report
 
 
-def _count_whole(report: ConversionReport, todo: Plan) -> None:
-    """Counts again where experts of a mixture stayed whole, which is known in the end only."""
+def _shared(todo: Plan, share: Callable[[Plan], Plan], draft: Path) -> Plan:
+    """The plan with its layers' budgets: those that an earlier run came to, if it did."""
+    if not todo.recipe.layer_budgets:
+        return todo
+    path, part = draft / "budgets.json", draft / "budgets.part"
+    if path.is_file():
+        return with_budgets(todo, json.loads(path.read_text("utf-8")))
+    found = share(todo)
+    budgets = [found.sizes_of(layer).num_active for layer in found.config.moesaic["layers"]]
+    part.write_text(json.dumps(budgets), "utf-8")
+    part.replace(path)
+    return found
+
+
+def _tell_apart(report: ConversionReport, todo: Plan) -> None:
+    """What is known in the end only: layers' budgets, and experts of a mixture left whole."""
+    report.shape, report.budgets = todo.shape, todo.config.moesaic.get("budgets", [])
     if todo.config.moesaic.get("whole"):
         report.macs = count_macs(meta_model(todo.config), 1).total
         report.active_ffn_fraction = active_ffn_fraction(todo.config)
@@ -211,7 +229,6 @@ def _fingerprint(
         "layout": report.layout,
         "experts": todo.config.moesaic.get("asked"),
         "layers": todo.config.moesaic["layers"],
-        "budgets": todo.config.moesaic.get("budgets"),
         "seed": report.seed,
         "dtype": todo.config.dtype,
         "device": device.type,

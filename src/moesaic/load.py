@@ -121,6 +121,14 @@ def check_converted(config: Any, model: str) -> None:
                 wrong += [f"beside {key}" for key in _wrong_sizes(moe["beside"], layout, routed)]
         elif not moe["layers"] or moe["layers"] != sorted(set(moe["layers"]) & set(range(depth))):
             wrong.append("layers")
+        if "budgets" in moe and (
+            "num_outer" in moe
+            or moe["router"]["gating"] != "threshold"
+            or len(moe["budgets"]) != len(moe["layers"])
+            or sum(moe["budgets"]) != moe["num_active"] * len(moe["layers"])
+            or not all(type(k) is int and 1 <= k <= moe["num_routed"] for k in moe["budgets"])
+        ):
+            wrong.append("budgets")
         ffn = moe["ffn"]
         ffn["path"].format(0), [path.format(0) for path in ffn["identities"]]
         wrong += [key for key in ("gated", "bias") if type(ffn[key]) is not bool]

@@ -29,7 +29,8 @@ def check_weights(ffns: FFNs, model: Any) -> str:
 
 def check_on(model: Any, device: torch.device, why: str) -> None:
     """Raises MoesaicError for a model that is not in whole on the device; `why` it has to be."""
-    if any(parameter.device != device for parameter in model.parameters()):
+    home = torch.empty(0, device=device).device  # "cuda" is the GPU of some number
+    if any(parameter.device != home for parameter in model.parameters()):
         raise MoesaicError(
             f"{why} the whole model, which is not on {device} in whole; take --device cpu, or "
             "another recipe or budget that needs no more than a layer there"

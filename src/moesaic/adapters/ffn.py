@@ -42,7 +42,10 @@ class DenseFFN:
         up_TF = linear(x_TD, self.up_FD, self.up_bias_F)
         gate_TF = up_TF if self.gate_FD is None else linear(x_TD, self.gate_FD, self.gate_bias_F)
         h_TF: torch.Tensor = act(gate_TF)
-        return h_TF if self.gate_FD is None else h_TF.mul_(up_TF)  # in place: no third T F
+        if self.gate_FD is None:
+            return h_TF
+        # In place, so no third T F, but where an activation may keep its output for its gradient.
+        return h_TF * up_TF if h_TF.requires_grad else h_TF.mul_(up_TF)
 
     def gates(self, x_TD: torch.Tensor) -> torch.Tensor:
         """act(gate x) (T, F), by which what up gives is multiplied; for an FFN with a gate."""
