@@ -163,6 +163,8 @@ def _taught(
 ) -> Any:
     """The dense model after next-token fine-tuning, by the same settings on the same windows."""
     settings = replace(ready.settings, mix=Mix())
+    if machine.tensorboard is not None:  # a run of its own, else its curves mix with the student's
+        machine = replace(machine, tensorboard=str(Path(machine.tensorboard) / "teacher"))
     model = merge_lora(
         train(dense, ready.windows_NL, settings, machine, None, folder, resume).model
     )
