@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--balance-rate", type=float, default=1e-3)
     parser.add_argument(
-        "--recipes", default="moesaic-dynamic:fine,moesaic,cmoe,static", help="NAME[:GRAIN]"
+        "--recipes", default="moesaic-budgets:fine,moesaic,cmoe,static", help="NAME[:GRAIN]"
     )
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.25, 0.5])
     parser.add_argument("--seeds", type=int, default=3)
