@@ -183,6 +183,10 @@ def test_equal_budgets_stay_where_nothing_is_to_be_shared() -> None:
     ffns, plan = find_ffns(model), plan_for(model, "moesaic-dynamic")
     assert share_budgets(model, ffns, plan, WINDOWS, CPU, 0) is plan
     mixture = tiny_mixture("mixtral")
+    lines: list[str] = []
+    plan = make_plan(mixture.config, "tiny", "moesaic-budgets", "S1A2E4")
+    assert share_budgets(mixture, find_ffns(mixture), plan, WINDOWS, CPU, 0, lines.append) is plan
+    assert lines == ["the layers of a model that is a mixture already keep equal budgets"]
     _, report = moesaic.convert(mixture, "moesaic-budgets", "S1A2E4", WINDOWS)
     assert report.budgets == []
     _, report = moesaic.convert(

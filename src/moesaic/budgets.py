@@ -62,8 +62,10 @@ def share_budgets(
     """
     layers, moe = ffns.converted, plan.config.moesaic
     routed, mean = moe["num_routed"], moe["num_active"]
-    alone = len(layers) < 2 or mean == routed or isinstance(ffns, Mixtures)
-    if not plan.recipe.layer_budgets or alone:
+    if not plan.recipe.layer_budgets or len(layers) < 2 or mean == routed:
+        return plan
+    if isinstance(ffns, Mixtures):
+        tell("the layers of a model that is a mixture already keep equal budgets")
         return plan
     check_on(dense, device, "sharing a budget between layers differentiates")
     if torch.is_inference_mode_enabled():
@@ -84,17 +86,18 @@ def share_budgets(
     for _ in range(1 + ROUNDS):
         budgets = whole_budgets(share_L, routed, mean * len(layers))
         if budgets not in tried:  # else too little has moved for whole experts
+            said = ", ".join(map(str, budgets))
             try:
                 with ffns.restored():
                     stream = Stream(ffns, trial_NL, device)
                     convert_layers(stream, with_budgets(plan, budgets), seed, {}, trial=True)
                     blocks: list[Any] = [ffns.replaced(layer) for layer in layers]
                     tried[budgets] = marginal_values(dense, blocks, probe_NL, wanted)
-            except MoesaicError:  # diverged; what was tried before has not
+            except MoesaicError as error:  # diverged; what was tried before has not
                 if not tried:
                     raise
+                tell(f"experts per token {said}: {error}")
                 break
-            said = ", ".join(map(str, budgets))
             tell(f"experts per token {said}: KL divergence {tried[budgets][1]:.4f}")
         share_L = moved(share_L, tried[budgets][0], least)
     best = min(tried, key=lambda budgets: tried[budgets][1])

@@ -51,7 +51,7 @@ class Plan:
 
     def sizes_of(self, layer: int) -> Sizes:
         """The sizes of one layer: its own budget where layers differ."""
-        if not self.sizes.num_routed or "budgets" not in self.config.moesaic:
+        if "budgets" not in self.config.moesaic:
             return self.sizes
         return replace(self.sizes, num_active=layer_budget(self.config, layer))
 
