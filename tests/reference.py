@@ -296,3 +296,47 @@ def perplexity(model: Any, ids: torch.Tensor, sequence_length: int) -> tuple[flo
             -float(logits_LV[t].log_softmax(-1)[window_L[t + 1]]) for t in range(len(window_L) - 1)
         ]
     return math.exp(math.fsum(losses) / len(losses)), len(losses)
+
+
+# --- experts of one neuron ---------------------------------------------------------------------
+
+
+def neurons_block(
+    x_TD: torch.Tensor,
+    weights: Matrices,
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sketch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    variance_F: torch.Tensor,
+    offset_F: torch.Tensor,
+    act: Activation = silu,
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Output (T, D) and who runs (T, F), one token and one neuron at a time, in float64.
+
+    `biases` of gate, up and down; the `sketch` of up is out (F, C), in (C, D) and a bias.
+    """
+    gate_FD, up_FD, down_DF = (m.detach().double() for m in weights if m is not None)
+    gate_b, up_b, down_b = (b.detach().double() for b in biases)
+    out_FC, in_CD, sketch_b = (s.detach().double() for s in sketch)
+    y_TD = np.zeros((len(x_TD), len(down_DF)))
+    runs_TF = np.zeros((len(x_TD), len(up_FD)), dtype=bool)
+    for t, x_D in enumerate(x_TD.double()):
+        for f in range(len(up_FD)):
+            gate = float(act(gate_FD[f] @ x_D + gate_b[f]))
+            guess = float(out_FC[f] @ (in_CD @ x_D) + sketch_b[f])
+            energy = gate**2 * (guess**2 + float(variance_F[f]))
+            runs_TF[t, f] = math.log(max(energy, 1e-38)) + float(offset_F[f]) > 0
+            if runs_TF[t, f]:
+                up = float(up_FD[f] @ x_D + up_b[f])
+                y_TD[t] += gate * up * down_DF[:, f].numpy()
+        y_TD[t] += down_b.numpy()
+    return y_TD, runs_TF
+
+
+def sketch_error(
+    x_TD: torch.Tensor, up_FD: torch.Tensor, weight_F: torch.Tensor, directions: int
+) -> float:
+    """The least of sum_f a_f mean_t (up x - stand-in)^2 over stand-ins of a rank: an SVD."""
+    centred_TD = (x_TD - x_TD.mean(0)).double()
+    wanted_TF = centred_TD @ up_FD.double().T * weight_F.double().sqrt()
+    singular = torch.linalg.svdvals(wanted_TF)
+    return float(singular[directions:].square().sum()) / len(x_TD)

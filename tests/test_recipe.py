@@ -166,6 +166,7 @@ def test_what_a_recipe_needs_of_the_tokens() -> None:
     fits = [name for name, recipe in RECIPES.items() if recipe.fits]
     assert fits == [
         "moesaic", "moesaic-up", "moesaic-dynamic", "moesaic-quadratic", "moesaic-budgets",
+        "moesaic-neurons",
         "static-repaired", "oracle",
     ]  # fmt: skip
     assert not any(RECIPES[name].marks_active for name in fits)

@@ -41,6 +41,8 @@ def carve(
     """
     with torch.device("meta"):
         block = MoesaicBlock(config)
+    if block.neurons is not None:
+        return _carve_neurons(block, ffn, parts, router)
     state: dict[str, torch.Tensor] = {}
 
     if len(parts.shared_S):
@@ -79,5 +81,20 @@ def carve(
         zeros_D = ffn.down_DF.new_zeros(len(ffn.down_DF))
         state["output_bias"] = zeros_D if bias_D is None else bias_D.clone()
     state = {name: tensor.contiguous() for name, tensor in state.items()}
+    block.load_state_dict(state, assign=True)
+    return block.eval()
+
+
+def _carve_neurons(
+    block: MoesaicBlock, ffn: DenseFFN, parts: Partition, router: dict[str, torch.Tensor]
+) -> MoesaicBlock:
+    """The same where every neuron is an expert: the FFN's weights, W_down transposed."""
+    index_F = torch.from_numpy(parts.neurons_N).to(ffn.up_FD.device)
+    state = neuron_rows(ffn, parts.neurons_N)
+    state["down_proj.weight"] = ffn.down_DF.T[index_F]
+    bias_D = ffn.down_bias_D
+    state["down_proj.bias"] = ffn.down_DF.new_zeros(len(ffn.down_DF)) if bias_D is None else bias_D
+    state |= {f"router.{name}": tensor for name, tensor in router.items()}
+    state = {f"neurons.{name}": tensor.contiguous().clone() for name, tensor in state.items()}
     block.load_state_dict(state, assign=True)
     return block.eval()

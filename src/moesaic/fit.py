@@ -15,11 +15,11 @@ import torch
 from moesaic.adapters import DenseFFN
 from moesaic.carve import carve, neuron_rows
 from moesaic.errors import MoesaicError
-from moesaic.gating import budget_thresholds
+from moesaic.gating import budget_thresholds, single_threshold
 from moesaic.inputs import Inputs
 from moesaic.layout import Sizes
 from moesaic.masked import Choose, MaskedBlock, masked_view
-from moesaic.modeling import MoesaicBlock, MoesaicRouter
+from moesaic.modeling import MoesaicBlock, MoesaicNeuronRouter, MoesaicRouter
 from moesaic.partition import Partition, partition
 from moesaic.profile import SAMPLE_TOKENS, Profile, profile_ffn
 from moesaic.recipe import Recipe
@@ -40,6 +40,7 @@ from moesaic.routers import (
     linear,
     mean_of,
     oracle,
+    sketch_up,
 )
 
 FLOAT32_MOST = 1e38
@@ -107,6 +108,9 @@ def fit_layer(
     router, choose = None, None
     if recipe.router == "oracle":
         choose = oracle(ffn, torch.from_numpy(parts.experts_RM).to(device), sizes.num_active)
+    elif recipe.router == "gates":
+        router = fit_neuron_router(inputs, ffn, sizes, config)
+        choose = _neuron_choice(router, ffn)
     elif recipe.routed:
         router = fit_router(inputs, ffn, parts, profile, recipe, sizes, config, generator)
         choose = _choice(router)
@@ -147,8 +151,9 @@ def fit_layer(
         masked, block = MaskedBlock(repaired.subset(neurons_N), shared, size, choose), None
     else:
         block = carve(repaired, parts, {} if router is None else router.state_dict(), config)
-        if block.router is not None:
-            block.router.num_active = sizes.num_active
+        routed = block.router if block.neurons is None else block.neurons.router
+        if routed is not None:
+            routed.num_active = sizes.num_active
         masked = masked_view(block, ffn, config)
     tick("carve")
     return Fitted(block, masked, parts, static_N, notes, repair, static_repair)
@@ -156,6 +161,10 @@ def fit_layer(
 
 def _choice(router: Any) -> Choose:
     return lambda x_TD: router.choose(router.scores(x_TD))
+
+
+def _neuron_choice(router: MoesaicNeuronRouter, ffn: DenseFFN) -> Choose:
+    return lambda x_TD: router(x_TD, ffn.gates(x_TD)) > 0
 
 
 def _mask(parts: Partition, choose: Choose) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -223,4 +232,27 @@ def fit_router(
             return int(router.choose(score_TR).sum())
 
         router.selection_bias.copy_(-budget_thresholds(score_TR, sizes.num_active, count))
+    return router
+
+
+def fit_neuron_router(inputs: Inputs, ffn: DenseFFN, sizes: Sizes, config: Any) -> Any:
+    """The MoesaicNeuronRouter of a layer, from about SAMPLE_TOKENS of the tokens to fit on.
+
+    Its weights are rounded to the model's dtype before the threshold is taken from its scores.
+    """
+    router: Any = MoesaicNeuronRouter(config).to(ffn.up_FD.device)
+    x_TD = torch.cat(list(inputs.apart(SAMPLE_TOKENS).fit()))
+    sketch = sketch_up(x_TD, ffn, router.sketch_in.out_features)
+    for part, tensor in (
+        (router.sketch_in.weight, sketch.in_CD),
+        (router.sketch_out.weight, sketch.out_FC),
+        (router.sketch_out.bias, sketch.bias_F),
+    ):
+        assert part is not None
+        part.data = tensor.to(ffn.up_FD.dtype)
+    norm_F = ffn.down_DF.float().square().sum(0).clamp(min=1e-38)
+    router.up_variance.copy_(sketch.variance_F)
+    router.selection_bias.copy_(norm_F.log())
+    score_TF = router(x_TD, ffn.gates(x_TD))
+    router.selection_bias -= single_threshold(score_TF, sizes.num_active)
     return router

@@ -88,7 +88,7 @@ def count_macs(model: Any, tokens: int) -> Macs:
     elif config.model_type == "moesaic":
         flat = [module for module in model.modules() if isinstance(module, MoesaicBlock)]
         ffn = sum(_active_weights(block, config.moesaic) for block in flat)
-        router = sum(_matrices(block.router) for block in flat)
+        router = sum(_matrices(_router_of(block)) for block in flat)
         inside = sum(_matrices(block) for block in flat)
         rows = 3 if config.moesaic["ffn"]["gated"] else 2
         neuron = rows * config.get_text_config().hidden_size
@@ -205,11 +205,18 @@ def _matrices(module: nn.Module | None) -> int:
 def _active_weights(block: MoesaicBlock, moe: dict[str, Any]) -> int:
     """Weights of shared and routed experts that one token uses, on average; padding is not one."""
     weights = _matrices(block.shared_expert)
+    if block.neurons is not None:  # gates of all neurons
+        hidden = block.neurons.gate_proj.in_features
+        weights += hidden * (moe["num_routed"] + 2 * moe["num_active"])
     if block.experts is not None:
         stacked = sum(p.numel() for p in block.experts.parameters() if p.ndim == 3)
         neuron = stacked // (moe["num_routed"] * moe["padded_size"])
         weights += neuron * moe["expert_size"] * moe["num_active"]
     return weights
+
+
+def _router_of(block: MoesaicBlock) -> nn.Module | None:
+    return block.router if block.neurons is None else block.neurons.router
 
 
 def _scores(config: Any, tokens: int) -> float:

@@ -84,3 +84,15 @@ def budget_thresholds(
         # A token more adds about R pairs; a little further, to close in from the other side.
         above += round(1.2 * missing / routed)
     return _cut(sorted_TR, fits)
+
+
+@torch.no_grad()
+def single_threshold(score_TR: torch.Tensor, mean_active: int) -> float:
+    """One threshold for all experts, which mean_active * T of the T R scores exceed, up to ties.
+
+    Unlike `thresholds` it lets loads differ: what runs are the largest scores of all. O(T R).
+    """
+    below = score_TR.numel() - mean_active * len(score_TR)
+    if below <= 0:
+        return -ALWAYS
+    return float(score_TR.flatten().kthvalue(below).values)

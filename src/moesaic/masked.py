@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from moesaic.adapters import DenseFFN
-from moesaic.modeling import MoesaicBlock
+from moesaic.modeling import MoesaicBlock, MoesaicNeurons
 
 Choose = Callable[[torch.Tensor], torch.Tensor]  # inputs (T, D) to the experts that run (T, R)
 
@@ -56,6 +56,8 @@ def masked_view(block: MoesaicBlock, ffn: DenseFFN, config: Any) -> MaskedBlock:
     Takes the block's unit gates for granted: before training they are 1. One copy of the weights.
     """
     moe: dict[str, Any] = config.moesaic
+    if block.neurons is not None:
+        return _masked_neurons(block.neurons, ffn.activation)
     shared, experts, router = block.shared_expert, block.experts, block.router
     size, padded = moe["expert_size"], moe["padded_size"]
     parts: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "gate_bias": [], "up_bias": []}
@@ -100,3 +102,21 @@ def masked_view(block: MoesaicBlock, ffn: DenseFFN, config: Any) -> MaskedBlock:
         whole, moe["shared_size"], size, lambda x_TD: router.choose(router.scores(x_TD)),
         lambda x_TD: router.biased(router.scores(x_TD)),
     )  # fmt: skip
+
+
+def _masked_neurons(neurons: MoesaicNeurons, activation: str) -> MaskedBlock:
+    """The same where every neuron is an expert."""
+    gate: Any = neurons.gate_proj
+    up: Any = neurons.up_proj
+    down: Any = neurons.down_proj
+    tensors = [up.weight, down.weight.T, gate.weight, up.bias, gate.bias, down.bias]
+    up_FD, down_DF, *rest = (None if t is None else t.detach() for t in tensors)
+    assert up_FD is not None
+    assert down_DF is not None
+    whole = DenseFFN(up_FD, down_DF, activation, *rest)
+
+    def scores(x_TD: torch.Tensor) -> torch.Tensor:
+        score_TF: torch.Tensor = neurons.router(x_TD, whole.gates(x_TD))
+        return score_TF
+
+    return MaskedBlock(whole, 0, 1, lambda x_TD: scores(x_TD) > 0, scores)

@@ -136,6 +136,8 @@ def measure_layer(
         report.router_recall = float((chosen_TR & best_TR).sum() / best_TR.sum())
         report.mass_kept = (chosen_TR * energy_TR).sum().item() / mass
         report.oracle_mass = (best_TR * energy_TR).sum().item() / mass
+        if fitted.parts.experts_RM.shape[1] == 1:  # as many as neurons: too many to list
+            return report
         report.expert_load = [round(v, 6) for v in chosen_TR.float().mean(0).tolist()]
         if idle := sum(load == 0 for load in report.expert_load):
             experts = len(report.expert_load)

@@ -44,6 +44,8 @@ class Plan:
         mean = "on average " if self.recipe.gating == "threshold" else ""
         budgets = self.config.moesaic.get("budgets")
         layers = f" ({min(budgets)} to {max(budgets)} in a layer)" if budgets else ""
+        if self.recipe.router == "gates":
+            return f"{mean}{sizes.num_active}{layers} of {sizes.num_routed} neurons, gates of all"
         return (
             f"{sizes.shared} shared neurons, {mean}{sizes.num_active}{layers} of "
             f"{sizes.num_routed} routed {'sub-' * bool(outer)}experts of {sizes.expert}{each}"
@@ -103,9 +105,11 @@ def make_plans(
         layout = Layout.parse(layout)
     skeleton = meta_model(config, trust_remote_code)
     ffns = _keep(find_ffns(skeleton), dense_layers)
-    if layout is None:
+    neurons = ffns.read(ffns.converted[0]).intermediate_size
+    if recipe.router == "gates":
+        layouts = [_single_neurons(ffns, recipe, layout, 0.25 if sparsity is None else sparsity)]
+    elif layout is None:
         wanted = 0.25 if sparsity is None else sparsity
-        neurons = ffns.read(ffns.converted[0]).intermediate_size
         layouts = layouts_for(wanted, neurons, grain, recipe.experts)
         # Without routing only the number of active neurons counts, and oracles are references.
         # Experts are many: a search over layouts would fit each of them for every layout.
@@ -118,7 +122,7 @@ def make_plans(
     dense_macs = count_macs(skeleton, 1)
     plans = []
     for one in layouts:
-        sizes = _sizes(one.sizes(ffns.read(ffns.converted[0]).intermediate_size), recipe)
+        sizes = _sizes(one.sizes(neurons), recipe)
         ours = _our_config(config, model, ffns, recipe, one, sizes)
         ours.moesaic |= asked | (_beside(ffns, recipe, one) if experts is None else {})
         if recipe.router == "oracle":  # as if to know were free: no model can hold it
@@ -149,6 +153,23 @@ def _keep(ffns: FFNs, dense_layers: Sequence[int]) -> FFNs:
             f"all {depth} layers of {ffns.name} would stay dense; convert at least one"
         )
     return ffns
+
+
+def _single_neurons(ffns: FFNs, recipe: Recipe, layout: Layout | None, sparsity: float) -> Layout:
+    """A layout of one neuron per expert, of the budget that another layout or a sparsity gives."""
+    ffn = ffns.read(ffns.converted[0])
+    if isinstance(ffns, Mixtures) or not ffn.gated:
+        what = "experts of a mixture" if isinstance(ffns, Mixtures) else "FFNs without a gate"
+        raise MoesaicError(
+            f"recipe {recipe.name!r} chooses neurons by their gates in the FFNs of a dense model; "
+            f"{ffns.name} has {what}; take another recipe"
+        )
+    total = ffn.intermediate_size
+    if layout is not None:
+        return Layout(0, layout.sizes(total).active, total)
+    if not 0 < sparsity < 1:
+        raise MoesaicError(f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter")
+    return Layout(0, max(round((1 - sparsity) * total), 1), total)
 
 
 def _sizes(sizes: Sizes, recipe: Recipe) -> Sizes:
@@ -203,7 +224,7 @@ def _stored(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
         "num_active": sizes.num_active if recipe.routed else 0,
         "shared_size": shared,
         "expert_size": sizes.expert,
-        "padded_size": -(-sizes.expert // 8) * 8,
+        "padded_size": sizes.expert if recipe.router == "gates" else -(-sizes.expert // 8) * 8,
         "dropped": 0 if recipe.routed else sizes.total - shared,
     }
 
@@ -233,7 +254,8 @@ def _our_config(
             "kind": recipe.router,
             "absolute": recipe.absolute,
             "gating": recipe.gating,
-            "features": min(recipe.features, ffn.up_FD.shape[1]) * (recipe.router == "quadratic"),
+            "features": min(recipe.features, ffn.up_FD.shape[1])
+            * (recipe.router in ("quadratic", "gates")),
             "cap": recipe.cap,
         },
         "recipe": recipe.to_dict(),

@@ -40,7 +40,8 @@ class Recipe:
     are needed. `repair` refits the output vectors, with an output bias where `intercept`;
     `up_steps` of conjugate gradients then refit the rows of W_up, and it refits them once more.
     `layer_budgets` shares the mean number of experts per token unequally between layers.
-    `features` are the directions of a quadratic router. `experts` is the number of experts that
+    `features` are the directions of a quadratic router, or those that a router by gates has of
+    W_up. `experts` is the number of experts that
     a published method has, where it is part of it. `normalise` profiles and routes with
     unit-length inputs and weight rows; `absolute` ranks experts by the absolute value of their
     scores.
@@ -93,8 +94,13 @@ class Recipe:
                 "nothing to route, so both are none or neither",
             ),
             (
-                self.grouping == "neurons" and self.router != "oracle",
-                f"experts of one neuron are for the oracle router, not {self.router!r}",
+                self.grouping == "neurons" and self.router not in ("oracle", "gates"),
+                f"experts of one neuron are for the routers oracle and gates, not {self.router!r}",
+            ),
+            (
+                self.router == "gates"
+                and (self.grouping, self.gating, self.cap) != ("neurons", "threshold", None),
+                "the router gates wants grouping neurons and gating threshold, without a cap",
             ),
             (
                 self.normalise and self.importance != "rate",
@@ -132,7 +138,7 @@ class Recipe:
     @property
     def fits(self) -> bool:
         """Whether weights are fitted to tokens, so that others must be held out to judge them."""
-        return self.router in FITTED or self.repair != "none"
+        return self.router in (*FITTED, "gates") or self.repair != "none"
 
     @property
     def samples_hidden(self) -> bool:
@@ -215,6 +221,19 @@ RECIPES = {
             layer_budgets=True,
             intercept=True,
             **_MOESAIC,
+        ),
+        Recipe(
+            "moesaic-neurons",
+            "every neuron an expert, chosen by its own gate and a sketch of W_up; layers share "
+            "one budget; no engine but transformers",
+            "contribution",
+            "neurons",
+            "gates",
+            gating="threshold",
+            layer_budgets=True,
+            repair="least-squares",
+            intercept=True,
+            up_steps=4,
         ),
         Recipe("cmoe", "the paper's method to the letter", *_PAPER, experts=8),
         Recipe(

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moesaic.finetune.lora import named_routers, routers_of
-from moesaic.gating import budget_thresholds
-from moesaic.modeling import choose_experts
+from moesaic.finetune.lora import active_copy, named_routers, routers_of
+from moesaic.gating import budget_thresholds, single_threshold
+from moesaic.modeling import MoesaicNeurons, choose_experts
 
 BATCH_TOKENS = 2048
 
@@ -227,7 +227,7 @@ def measure_loads(model: Any, windows_NL: torch.Tensor) -> Loads | None:
 
 @torch.no_grad()
 def refit_thresholds(model: Any, windows_NL: torch.Tensor) -> None:
-    """Threshold gating: equal loads and the mean budget again, whatever training moved.
+    """Threshold gating: the mean budget again, whatever training moved, and equal loads of experts.
 
     One forward pass over all windows at once, in which every layer's thresholds are set before its
     experts run, so that later layers see them.
@@ -242,10 +242,16 @@ def refit_thresholds(model: Any, windows_NL: torch.Tensor) -> None:
             if len(own_TR):
                 _refit(router, own_TR, bias_R)
 
-    if routers:
+    def refit_neurons(layer: int, neurons: Any, args: Any) -> None:
+        router, (x_TD,) = active_copy(neurons.router), args
+        score_TF = router(x_TD, neurons.act_fn(neurons.gate_proj(x_TD)))
+        router.selection_bias -= single_threshold(score_TF, router.num_active)
+
+    alone = [module for module in model.modules() if isinstance(module, MoesaicNeurons)]
+    if routers or alone:
         model.eval()
         device = model.get_input_embeddings().weight.device
-        with hooked(routers, refit, before=True):
+        with hooked(routers, refit, before=True), hooked(alone, refit_neurons, before=True):
             model(input_ids=windows_NL.to(device), use_cache=False)
 
 

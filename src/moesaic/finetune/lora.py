@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from moesaic.modeling import MoesaicBlock, MoesaicExperts, MoesaicHierarchy
+from moesaic.modeling import MoesaicBlock, MoesaicExperts, MoesaicHierarchy, MoesaicNeurons
 
 NAME = "default"  # of the adapter
 # Of a router that multiplies products of directions: at the rate of LoRA its scores move
@@ -48,10 +48,21 @@ def named_routers(model: Any) -> dict[str, Any]:
         if isinstance(block, MoesaicBlock | MoesaicHierarchy) and block.router is not None:
             layer = next(part for part in path.split(".") if part.isdigit())
             beside = is_mixture(model) and isinstance(block, MoesaicBlock)
-            copies = getattr(block.router, "modules_to_save", None)
             name = f"{layer}, shared expert" if beside else layer
-            found[name] = block.router if copies is None else copies[NAME]
+            found[name] = active_copy(block.router)
     return found
+
+
+def active_copy(router: Any) -> Any:
+    """The router itself, or its trained copy inside PEFT's wrapper."""
+    copies = getattr(router, "modules_to_save", None)
+    return router if copies is None else copies[NAME]
+
+
+def neuron_routers_of(model: Any) -> list[Any]:
+    """The routers of blocks each of whose neurons is an expert; they count no loads."""
+    alone = [module for module in model.modules() if isinstance(module, MoesaicNeurons)]
+    return [active_copy(neurons.router) for neurons in alone]
 
 
 def targets(model: Any) -> tuple[list[str], list[str]]:
@@ -82,7 +93,8 @@ def trained_routers(model: Any) -> list[str]:
         {
             f"{'.'.join(path.split('.')[-1:])}.router"
             for path, block in model.named_modules()
-            if isinstance(block, MoesaicBlock | MoesaicHierarchy) and block.router is not None
+            if isinstance(block, MoesaicBlock | MoesaicHierarchy | MoesaicNeurons)
+            and block.router is not None
         }
     )
 
@@ -120,7 +132,7 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
 
 def freeze(wrapped: Any, freeze_router: bool) -> None:
     """With `freeze_router` only expert_scale of a router is trained. (PEFT thaws it on loading.)"""
-    for router in routers_of(wrapped):
+    for router in routers_of(wrapped) + neuron_routers_of(wrapped):
         for name, parameter in router.named_parameters():
             parameter.requires_grad_(name == "expert_scale" or not freeze_router)
 
@@ -165,7 +177,7 @@ def merge(wrapped: PeftModel) -> Any:
     for module in model.modules():
         if isinstance(module, MoesaicExperts):
             clear_padding(module)
-    for router in routers_of(model):
+    for router in routers_of(model) + neuron_routers_of(model):
         for name, parameter in router.named_parameters():
             if name != "expert_scale":
                 parameter.data = parameter.data.to(model.dtype)

@@ -24,6 +24,7 @@ from moesaic.finetune.lora import blocks_of
 from moesaic.gating import soft_choice
 
 NAME = "moesaic_masked"
+WIDTH = 0.3  # of a neuron's choice, in nats of its energy (docs/log.md, 2026-11-22)
 WORTH = 0.25  # share of the experts that run from which on all are computed
 
 
@@ -86,17 +87,29 @@ def _forward(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return y_TD.view_as(hidden_states)
 
 
+def _neurons_forward(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The same where every neuron is an expert: gates also learn from who they choose."""
+    x_TD, neurons = hidden_states.reshape(-1, hidden_states.shape[-1]), block.neurons
+    gate_TF = neurons.act_fn(neurons.gate_proj(x_TD))
+    score_TF = neurons.router(x_TD, gate_TF)
+    soft_TF = (score_TF / WIDTH).sigmoid()
+    runs_TF = (score_TF > 0) + (soft_TF - soft_TF.detach())
+    h_TF = gate_TF * neurons.up_proj(x_TD) * runs_TF.to(gate_TF.dtype)
+    y_TD: torch.Tensor = neurons.down_proj(h_TF)
+    return y_TD.view_as(hidden_states)
+
+
 @contextmanager
 def masked(model: Any) -> Iterator[None]:
     """Blocks of a model, wrapped by PEFT or not, compute all experts for a while, if worth it."""
     moe = getattr(model.config, "moesaic", {})
     # In a model that was a mixture before most pairs of token and sub-expert do not run.
+    alone = [block for block in blocks_of(model) if getattr(block, "neurons", None) is not None]
     few = moe.get("num_active", 0) <= WORTH * moe.get("num_routed", 0)
-    if few or "num_outer" in moe:
-        yield
-        return
     kept = []
-    for block in blocks_of(model):
+    for block in alone:
+        block.forward = partial(_neurons_forward, block)
+    for block in () if few or alone or "num_outer" in moe else blocks_of(model):
         experts: Any = block.experts
         config = (
             experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts
@@ -107,6 +120,8 @@ def masked(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        for block in alone:
+            del block.forward
         for block, config, implementation in reversed(kept):
             config._experts_implementation_internal = implementation
             del block.forward

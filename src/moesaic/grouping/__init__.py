@@ -2,7 +2,7 @@
 
 Each ingredient maps (profile, ffn, candidates_N, num_routed, rounds, generator) to the neurons of
 each expert (R, M), in ascending order. `none` drops them: static pruning.
-`neurons` makes an expert of every neuron, for the oracle.
+`neurons` makes an expert of every neuron.
 """
 
 from moesaic.grouping.balanced_kmeans import balanced_kmeans

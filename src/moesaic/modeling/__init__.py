@@ -14,6 +14,7 @@ from .modeling_moesaic import (
     new_beside,
     new_block,
 )
+from .neurons_moesaic import MoesaicNeuronRouter, MoesaicNeurons
 from .routing_moesaic import MoesaicProjection, MoesaicRouter, choose_experts
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
@@ -23,6 +24,8 @@ __all__ = [
     "MoesaicConfig",
     "MoesaicExperts",
     "MoesaicHierarchy",
+    "MoesaicNeuronRouter",
+    "MoesaicNeurons",
     "MoesaicPairProjection",
     "MoesaicProjection",
     "MoesaicRouter",

@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from .configuration_moesaic import MoesaicConfig
 from .experts_moesaic import make_experts
 from .hierarchy_moesaic import MoesaicHierarchy
+from .neurons_moesaic import MoesaicNeurons
 from .routing_moesaic import MoesaicRouter
 
 
@@ -51,12 +52,17 @@ class MoesaicBlock(nn.Module):
     """Replaces one dense FFN: F(x) = shared(x) + sum over chosen experts of gate * expert(x).
 
     (Paper, eq. 4.) A part of size zero is absent: without routed experts
-    the block is a smaller dense FFN, which is what static pruning leaves.
+    the block is a smaller dense FFN, which is what static pruning leaves. Where every neuron is an
+    expert (router `gates`), `neurons` is all there is.
     """
 
     def __init__(self, config: MoesaicConfig):
         super().__init__()
         moe = config.moesaic
+        self.shared_expert = self.router = self.experts = self.output_bias = None
+        self.neurons = MoesaicNeurons(config) if moe["router"]["kind"] == "gates" else None
+        if self.neurons is not None:
+            return
         self.shared_expert = MoesaicSharedExpert(config) if moe["shared_size"] else None
         self.router = MoesaicRouter(config) if moe["num_routed"] else None
         self.experts = (
@@ -70,6 +76,8 @@ class MoesaicBlock(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.neurons is not None:
+            return self.neurons(x_TD).view_as(hidden_states)
         y_TD = self.shared_expert(x_TD) if self.shared_expert is not None else None
         if self.experts is not None and self.router is not None:
             if self.router.gating == "topk":
@@ -90,8 +98,9 @@ def new_block(config: MoesaicConfig, layer: int) -> nn.Module:
     if "num_outer" in config.moesaic:
         return MoesaicHierarchy(config, layer)
     block = MoesaicBlock(config)
-    if block.router is not None:
-        block.router.num_active = layer_budget(config, layer)
+    router = block.router if block.neurons is None else block.neurons.router
+    if router is not None:
+        router.num_active = layer_budget(config, layer)
     return block
 
 
@@ -205,6 +214,7 @@ def register_model_classes(config_class: type[MoesaicConfig]) -> None:
             *(family._keep_in_fp32_modules_strict or ()),
             "expert_scale",
             "selection_bias",
+            "up_variance",
         ]
         _Model.__name__ = _Model.__qualname__ = front.__name__
         front._auto.register(config_class, _Model, exist_ok=True)

@@ -2,9 +2,10 @@
 
 `representative` and `random` choose one neuron per expert, whose weights the router copies:
 (profile, experts_RM, generator) -> (R,). `linear` and `quadratic` are fitted to the experts'
-energies. `oracle` knows them.
+energies, `gates` to those of single neurons. `oracle` knows them.
 """
 
+from moesaic.routers.gates import sketch_up
 from moesaic.routers.linear import linear, mean_of
 from moesaic.routers.oracle import expert_energies, expert_grams, oracle
 from moesaic.routers.quadratic import directions
@@ -13,7 +14,7 @@ from moesaic.routers.shuffled import shuffled
 
 REPRESENTATIVE = {"representative": representative, "random": shuffled}
 FITTED = ("linear", "quadratic")
-ROUTERS = (*REPRESENTATIVE, *FITTED, "oracle", "none")
+ROUTERS = (*REPRESENTATIVE, *FITTED, "gates", "oracle", "none")
 
 __all__ = [
     "FITTED",
@@ -27,4 +28,5 @@ __all__ = [
     "oracle",
     "representative",
     "shuffled",
+    "sketch_up",
 ]

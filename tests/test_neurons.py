@@ -1,0 +1,404 @@
+"""Experts of one neuron: chosen by their own gate and a sketch of W_up."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
+
+import moesaic
+from moesaic.adapters import DenseFFN, find_ffns
+from moesaic.errors import MoesaicError
+from moesaic.export.stock import common_reasons
+from moesaic.finetune.balance import refit_thresholds
+from moesaic.finetune.lora import merge, neuron_routers_of, parameter_groups, wrap
+from moesaic.finetune.masked import WIDTH, masked
+from moesaic.finetune.train import Machine, Settings, train
+from moesaic.flops import count_macs, meta_model
+from moesaic.gating import single_threshold
+from moesaic.load import check_converted
+from moesaic.modeling import MoesaicNeurons
+from moesaic.plan import make_plan
+from moesaic.recipe import RECIPES, Recipe
+from moesaic.routers import sketch_up
+from tests import reference
+from tests.families import CONTEXT, FAMILIES, HIDDEN, LAYERS, NEURONS, tiny_model, tokens
+from tests.mixtures import tiny_mixture
+
+WINDOWS = tokens(16, CONTEXT, seed=1)
+UNGATED = {"gpt2", "opt", "gpt_neox", "phi", "starcoder2", "nemotron"}
+NAME = "moesaic-neurons"
+EQUAL = replace(RECIPES[NAME], layer_budgets=False)
+
+
+def converted(family: str = "llama", sparsity: float = 0.5, recipe: Any = EQUAL) -> Any:
+    return moesaic.convert(tiny_model(family), recipe, sparsity=sparsity, calibration=WINDOWS)[0]
+
+
+def neurons_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, MoesaicNeurons)]
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def runs_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Mean number of neurons that run, by layer (L,)."""
+    counts: list[list[torch.Tensor]] = [[] for _ in neurons_of(model)]
+
+    def keep(kept: list[torch.Tensor]) -> Any:
+        return lambda module, args, score_TF: kept.append((score_TF > 0).sum(1))
+
+    handles = [
+        router.register_forward_hook(keep(kept))
+        for router, kept in zip(neuron_routers_of(model), counts, strict=True)
+    ]
+    logits(model.eval(), ids)
+    for handle in handles:
+        handle.remove()
+    return torch.stack([torch.cat(kept).float().mean() for kept in counts])
+
+
+def random_ffn(seed: int = 0, neurons: int = 24, hidden: int = 12) -> tuple[DenseFFN, torch.Tensor]:
+    """An FFN with biases, and inputs of unequal variance around a mean."""
+    torch.manual_seed(seed)
+    ffn = DenseFFN(
+        torch.randn(neurons, hidden), torch.randn(hidden, neurons), "silu",
+        torch.randn(neurons, hidden), torch.randn(neurons), torch.randn(neurons),
+    )  # fmt: skip
+    x_TD = torch.randn(400, hidden) * torch.linspace(0.2, 2, hidden) + torch.randn(hidden)
+    return ffn, x_TD
+
+
+# --- the block ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])  # with biases, without, with gelu
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_the_block_is_the_loop_over_tokens_and_neurons(family: str, count: int) -> None:
+    model = converted(family)
+    torch.manual_seed(1)
+    for block in neurons_of(model):
+        x_TD = torch.randn(count, HIDDEN)
+        down_DF = block.down_proj.weight.T
+        zero_F, zero_D = torch.zeros(NEURONS), torch.zeros(HIDDEN)
+        biases = [
+            b if b is not None else zero_F for b in (block.gate_proj.bias, block.up_proj.bias)
+        ]
+        router = block.router
+        y_TD, runs_TF = reference.neurons_block(
+            x_TD,
+            (block.gate_proj.weight, block.up_proj.weight, down_DF),
+            (*biases, zero_D + block.down_proj.bias),
+            (router.sketch_out.weight, router.sketch_in.weight, router.sketch_out.bias),
+            router.up_variance,
+            router.selection_bias,
+            ACT2FN[model.config.moesaic["ffn"]["activation"]],
+        )
+        with torch.no_grad():
+            gate_TF = block.act_fn(block.gate_proj(x_TD))
+            assert np.array_equal((router(x_TD, gate_TF) > 0).numpy(), runs_TF)
+            assert block._pays(x_TD) == (count <= 2)
+            np.testing.assert_allclose(block(x_TD).numpy(), y_TD, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(block(x_TD).detach().numpy(), y_TD, rtol=1e-4, atol=1e-5)
+        assert 0.2 < runs_TF.mean() < 0.8
+
+
+def test_a_token_that_runs_nothing_and_one_that_runs_all() -> None:
+    block = neurons_of(converted())[0]
+    x_TD = torch.randn(2, HIDDEN)
+    with torch.no_grad():
+        block.router.selection_bias.fill_(-1e6)
+        assert torch.equal(block(x_TD), block.down_proj.bias.expand(2, -1))
+        block.router.selection_bias.fill_(1e6)
+        h_TF = block.act_fn(block.gate_proj(x_TD)) * block.up_proj(x_TD)
+        torch.testing.assert_close(block(x_TD), block.down_proj(h_TF), rtol=1e-5, atol=1e-5)
+
+
+def test_all_neurons_and_no_repair_are_the_dense_model() -> None:
+    ids = tokens(2, 40, seed=3)
+    whole = replace(EQUAL, repair="none", intercept=False, up_steps=0)
+    model, _ = moesaic.convert(tiny_model("llama"), whole, f"S0A{NEURONS}E{NEURONS}", WINDOWS)
+    assert all((runs == NEURONS).all() for runs in runs_of(model, ids))
+    expected = logits(tiny_model("llama"), ids)
+    torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- the sketch and the threshold --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("directions", [1, 3, 8, 12])
+def test_no_sketch_of_its_rank_is_nearer(directions: int) -> None:
+    ffn, x_TD = random_ffn()
+    sketch = sketch_up(x_TD, ffn, directions)
+    assert sketch.in_CD.shape == (directions, 12)
+    up_TF = x_TD @ ffn.up_FD.T + ffn.up_bias_F
+    guess_TF = x_TD @ sketch.in_CD.T @ sketch.out_FC.T + sketch.bias_F
+    energy_F = ffn.gates(x_TD).square().mean(0)
+    weight_F = energy_F * ffn.down_DF.square().sum(0)
+    found = float(((up_TF - guess_TF).square().mean(0) * weight_F).sum())
+    least = reference.sketch_error(x_TD, ffn.up_FD, weight_F, directions)
+    scale = reference.sketch_error(x_TD, ffn.up_FD, weight_F, 0)
+    assert found == pytest.approx(least, rel=1e-3, abs=1e-4 * scale)
+    gate_TF = ffn.gates(x_TD)
+    left_F = (gate_TF * (up_TF - guess_TF)).square().mean(0) / energy_F
+    torch.testing.assert_close(sketch.variance_F, left_F, rtol=1e-3, atol=1e-4)
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 2**20))
+@settings(deadline=None)
+def test_the_threshold_lets_as_many_through_as_the_budget_says(
+    tokens_: int, experts: int, seed: int
+) -> None:
+    score_TR = torch.randn(tokens_, experts, generator=torch.Generator().manual_seed(seed))
+    for mean in range(1, experts + 1):
+        assert int((score_TR > single_threshold(score_TR, mean)).sum()) == mean * tokens_
+
+
+# --- conversions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in UNGATED])
+def test_every_gated_family_converts_loads_and_generates(family: str, tmp_path: Path) -> None:
+    model, report = moesaic.convert(
+        tiny_model(family), NAME, sparsity=0.25, calibration=WINDOWS, output=tmp_path / "out"
+    )
+    ids = tokens(2, 40, seed=3)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    check_converted(loaded.config, "mine")
+    assert report.active_ffn_fraction == pytest.approx(0.75, abs=0.01)
+    out = loaded.generate(ids[:1, :4], max_new_tokens=4, do_sample=False)
+    assert out.shape == (1, 8)
+    # The first token's pairs one by one, a prompt's under a mask: the same greedy tokens.
+    for place in range(4, 8):
+        assert out[0, place] == logits(loaded, out[:, :place])[0, -1].argmax()
+
+
+@pytest.mark.parametrize("family", sorted(UNGATED))
+def test_an_ffn_without_a_gate_is_refused(family: str) -> None:
+    with pytest.raises(MoesaicError, match=r"by their gates .* has FFNs without a gate; take"):
+        moesaic.convert(tiny_model(family), NAME, sparsity=0.25, calibration=WINDOWS)
+
+
+def test_a_mixture_is_refused() -> None:
+    with pytest.raises(MoesaicError, match="has experts of a mixture; take another recipe"):
+        moesaic.convert(tiny_mixture("qwen3_moe"), NAME, sparsity=0.25, calibration=WINDOWS)
+
+
+@pytest.mark.parametrize("sparsity", [0.25, 0.5, 0.75])
+def test_the_budget_holds_where_it_was_fitted(sparsity: float) -> None:
+    model = converted("qwen3", sparsity)
+    active = model.config.moesaic["num_active"]
+    assert active == round((1 - sparsity) * NEURONS)
+    torch.testing.assert_close(
+        runs_of(model, WINDOWS[:14]), torch.full((LAYERS,), float(active)), rtol=0.02, atol=0.2
+    )
+
+
+def test_a_layout_gives_its_budget_and_a_sparsity_its_own() -> None:
+    config = tiny_model("llama").config
+    plan = make_plan(config, "tiny", NAME, "S3A3E8")
+    assert str(plan.layout) == f"S0A{NEURONS - 2 * 6}E{NEURONS}"  # two experts of six do not run
+    assert plan.shape == f"on average {NEURONS - 12} of {NEURONS} neurons, gates of all"
+    assert make_plan(config, "tiny", NAME, sparsity=0.5).sizes.active == NEURONS // 2
+    for wrong in (0.0, 1.0, -1.0):
+        with pytest.raises(MoesaicError, match="outside"):
+            make_plan(config, "tiny", NAME, sparsity=wrong)
+
+
+def test_no_repair_worsens_the_error_and_static_pruning_loses_more() -> None:
+    windows = tokens(64, CONTEXT, seed=1)
+    _, report = moesaic.convert(tiny_model("qwen3"), EQUAL, sparsity=0.75, calibration=windows)
+    assert any(layer.repair != "none" for layer in report.layers)
+    for layer in report.layers:
+        assert layer.relative_error <= layer.references["unrepaired"]
+        assert layer.relative_error < layer.references["static-repaired"]
+        assert layer.references["oracle"] == pytest.approx(layer.references["neuron-oracle"])
+        assert layer.expert_load == []
+        assert layer.router_recall is not None
+        assert layer.router_recall > 0.6
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    first, second = (converted("qwen3").state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_layers_share_a_budget() -> None:
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        find_ffns(model).read(0).down_DF.mul_(1e-3)
+    moesaic.convert(model, NAME, sparsity=0.5, calibration=WINDOWS)
+    budgets = model.config.moesaic["budgets"]
+    assert sum(budgets) == LAYERS * NEURONS // 2
+    assert budgets[0] < NEURONS // 2
+    assert [block.router.num_active for block in neurons_of(model)] == budgets
+    torch.testing.assert_close(
+        runs_of(model, WINDOWS[:14]), torch.tensor(budgets).float(), rtol=0.05, atol=0.5
+    )
+
+
+def test_a_resumed_run_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moesaic import checkpoint
+
+    def run(name: str, **more: Any) -> None:
+        output = tmp_path / name
+        moesaic.convert(tiny_model("qwen3"), NAME, "S1A3E8", WINDOWS, output=output, **more)
+
+    run("whole")
+    save, calls = checkpoint.save_layer, []
+
+    def die(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        save(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_layer", die)
+        with pytest.raises(KeyboardInterrupt):
+            run("killed")
+    run("killed", resume=True)
+    names = {path.name for path in (tmp_path / "whole").glob("*.safetensors")}
+    assert names
+    for name in names:
+        ours, theirs = ((tmp_path / k / name).read_bytes() for k in ("killed", "whole"))
+        assert ours == theirs
+
+
+def test_work_per_token_counts_gates_of_all_and_the_sketch() -> None:
+    config = tiny_model("qwen3").config
+    plan = make_plan(config, "tiny", NAME, sparsity=0.5)
+    directions = min(RECIPES[NAME].features, HIDDEN)
+    assert plan.macs.ffn == LAYERS * HIDDEN * (NEURONS + 2 * NEURONS // 2)
+    assert plan.macs.router == LAYERS * directions * (HIDDEN + NEURONS)
+    assert plan.macs.active_ffn_fraction == 0.5
+    same = plan.dense_macs
+    assert (plan.macs.attention, plan.macs.head) == (same.attention, same.head)
+    again = count_macs(meta_model(converted("qwen3").config), 1)
+    assert again == plan.macs
+
+
+def test_no_stock_architecture_holds_it() -> None:
+    reasons = common_reasons(converted("qwen3").config)
+    assert any("its router is gates" in reason for reason in reasons)
+
+
+def test_a_bf16_model_keeps_its_dtype() -> None:
+    model = tiny_model("qwen3").to(torch.bfloat16)
+    moesaic.convert(model, EQUAL, sparsity=0.25, calibration=WINDOWS)
+    for block in neurons_of(model):
+        assert block.up_proj.weight.dtype == block.router.sketch_in.weight.dtype == torch.bfloat16
+        assert block.router.selection_bias.dtype == block.router.up_variance.dtype == torch.float32
+    assert torch.isfinite(logits(model, tokens(1, 8))).all()
+    kept = runs_of(model, WINDOWS[:14])
+    torch.testing.assert_close(kept, torch.full((LAYERS,), 39.0), rtol=0.02, atol=0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shared_size": 1, "num_routed": NEURONS - 1},
+        {"expert_size": 2, "num_routed": NEURONS // 2},
+        {"ffn": {"gated": False}},
+        {"padded_size": 8},
+        {"num_active": 60},
+    ],
+)
+def test_configurations_that_contradict_themselves(change: dict[str, Any]) -> None:
+    config = copy.deepcopy(converted("qwen3").config)
+    check_converted(config, "mine")
+    for key, value in change.items():
+        inside = isinstance(value, dict)
+        config.moesaic[key] = config.moesaic[key] | value if inside else value
+    with pytest.raises(MoesaicError, match=r"contradicts itself|is damaged"):
+        check_converted(config, "mine")
+
+
+@pytest.mark.parametrize("change", [{"grouping": "random"}, {"gating": "topk"}, {"cap": 3}])
+def test_recipes_that_make_no_sense(change: dict[str, Any]) -> None:
+    with pytest.raises(MoesaicError):
+        Recipe(**(EQUAL.to_dict() | change))
+
+
+# --- fine-tuning -------------------------------------------------------------------------------
+
+
+def test_training_computes_the_same_and_its_gradient_reaches_the_choice() -> None:
+    """As if a choice were a sigmoid of its score: against autograd through that sigmoid."""
+    model = converted("qwen3")
+    block, x_TD = neurons_of(model)[0], torch.randn(20, HIDDEN)
+    parent = next(m for m in model.modules() if getattr(m, "neurons", None) is block)
+    names = ["gate_proj.weight", "up_proj.weight", "router.sketch_in.weight"]
+    weights = [dict(block.named_parameters())[name] for name in names]
+    expected_TD = block(x_TD)
+    with masked(model):
+        y_TD = parent(x_TD)
+        found = torch.autograd.grad(y_TD.square().sum(), weights)
+    torch.testing.assert_close(y_TD, expected_TD, rtol=1e-5, atol=1e-5)
+    assert "forward" not in vars(parent)
+
+    gate_TF = block.act_fn(block.gate_proj(x_TD))
+    score_TF = block.router(x_TD, gate_TF)
+    runs_TF = (score_TF > 0).float()
+    up_TF = block.up_proj(x_TD)
+    slope_TD = 2 * y_TD.detach()
+    slope_TF = slope_TD @ block.down_proj.weight.T
+    chosen = (slope_TF * gate_TF * up_TF * runs_TF).sum()  # the experts' own gradient
+    choice = (slope_TF * (gate_TF * up_TF).detach() * (score_TF / WIDTH).sigmoid()).sum()
+    twin = torch.autograd.grad(chosen + choice, weights)
+    for ours, theirs in zip(found, twin, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_trained_and_merged() -> None:
+    model = converted("qwen3")
+    ids = tokens(4, CONTEXT, seed=5)
+    before = logits(model, ids)
+    wrapped = wrap(model, 4, 8, freeze_router=False)
+    torch.testing.assert_close(logits(wrapped, ids), before, rtol=1e-5, atol=1e-5)
+    trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
+    for part in ("gate_proj.lora_A", "up_proj.lora_B", "down_proj.lora_A", "sketch_in", "q_proj"):
+        assert sum(part in name for name in trained) >= LAYERS
+    grouped = sum(len(group["params"]) for group in parameter_groups(wrapped, 1e-3, 1e-3))
+    assert grouped == len(trained)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if name in trained:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    moved = logits(wrapped, ids)
+    assert not torch.allclose(moved, before, atol=1e-3)
+    merged = merge(wrapped)
+    assert not isinstance(merged, PeftModel)
+    torch.testing.assert_close(logits(merged, ids), moved, rtol=1e-3, atol=1e-3)
+    frozen = wrap(converted("qwen3"), 4, 8, freeze_router=True)
+    assert not any(p.requires_grad for r in neuron_routers_of(frozen) for p in r.parameters())
+
+
+def test_fine_tuning_lowers_the_loss_and_keeps_the_budget() -> None:
+    model = converted("qwen3", 0.5)
+    wanted = float(model.config.moesaic["num_active"])
+    windows = tokens(48, CONTEXT, seed=1)
+    settings_ = Settings(samples=48, sequence_length=CONTEXT, batch_size=8, epochs=2, lora_lr=3e-3)
+    done = train(model, windows, settings_, Machine(use_cpu=True))
+    assert done.history[-1]["loss"] < done.history[0]["loss"]
+    assert done.loads_before is None
+    with torch.no_grad():
+        refit_thresholds(done.model, windows)
+    runs = runs_of(merge(done.model), windows)
+    torch.testing.assert_close(runs, torch.full((LAYERS,), wanted), rtol=0.01, atol=0.1)
