@@ -1,0 +1,78 @@
+"""Time of one FFN whose neurons are experts, over the dense FFN it came from: few tokens, on a CPU.
+
+    python benchmarks/neurons.py [--hidden 2048] [--neurons 5632] [--threads 1]
+
+A random FFN of that size, converted by `moesaic-neurons` without budgets and repair, called with 1
+to 8 tokens: pair by pair, and all neurons under a mask. Random weights choose no neurons worth
+choosing, but as many. Prints ratios (median of 30 calls in turn with the dense FFN) and the floor,
+the share of multiply-accumulates that is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import moesaic
+from moesaic.modeling import MoesaicNeurons
+
+CALLS = 30
+
+
+def timed(call: Any, x_TD: torch.Tensor) -> float:
+    started = time.perf_counter()
+    call(x_TD)
+    return time.perf_counter() - started
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--neurons", type=int, default=5632)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=arguments.hidden, intermediate_size=arguments.neurons,
+        num_hidden_layers=1, num_attention_heads=16, max_position_embeddings=512,
+    )  # fmt: skip
+    recipe = replace(
+        moesaic.RECIPES["moesaic-neurons"], layer_budgets=False, repair="none", up_steps=0,
+        intercept=False,
+    )  # fmt: skip
+    print("| skipped | tokens | MACs | pairs | masked |\n|---|---|---|---|---|")
+    for sparsity in (0.25, 0.5, 0.75):
+        model: Any = LlamaForCausalLM(config).eval()
+        dense = model.model.layers[0].mlp
+        windows = torch.randint(64, (8, 256))
+        moesaic.convert(model, recipe, sparsity=sparsity, calibration=windows)
+        block = next(m for m in model.modules() if isinstance(m, MoesaicNeurons))
+        inputs_TD = torch.randn(8, arguments.hidden)
+        moe, hidden = model.config.moesaic, arguments.hidden
+        sketch = moe["router"]["features"] * (hidden + arguments.neurons)
+        work = hidden * (moe["num_routed"] + 2 * moe["num_active"]) + sketch
+        for count in (1, 2, 4, 8):
+            x_TD = inputs_TD[:count]
+            found: dict[str, list[float]] = {"dense": [], "pairs": [], "masked": []}
+            for _ in range(CALLS):
+                found["dense"].append(timed(dense, x_TD))
+                for name, pays in (("pairs", True), ("masked", False)):
+                    block._pays = lambda _, pays=pays: pays
+                    found[name].append(timed(block, x_TD))
+            base = statistics.median(found["dense"])
+            ratios = [statistics.median(found[name]) / base for name in ("pairs", "masked")]
+            share = work / (3 * hidden * arguments.neurons)
+            cells = [f"{value:.2f}" for value in (share, *ratios)]
+            print(f"| {sparsity:.0%} | {count} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
