@@ -4,8 +4,8 @@
 
 A random FFN of that size, converted by `moesaic-neurons` without budgets and repair, called with 1
 to 8 tokens: pair by pair, and all neurons under a mask. Random weights choose no neurons worth
-choosing, but as many. Prints ratios (median of 30 calls in turn with the dense FFN) and the floor,
-the share of multiply-accumulates that is left.
+choosing, but as many: the threshold is set on the inputs that are timed. Prints ratios (median of
+30 calls in turn with the dense FFN) and the floor, the share of multiply-accumulates that is left.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import moesaic
+from moesaic.gating import single_threshold
 from moesaic.modeling import MoesaicNeurons
 
 CALLS = 30
@@ -56,6 +57,11 @@ def main() -> None:
         moesaic.convert(model, recipe, sparsity=sparsity, calibration=windows)
         block = next(m for m in model.modules() if isinstance(m, MoesaicNeurons))
         inputs_TD = torch.randn(8, arguments.hidden)
+        gate_TF = block.act_fn(block.gate_proj(inputs_TD))
+        threshold = single_threshold(block.router(inputs_TD, gate_TF), block.router.num_active)
+        block.router.selection_bias -= threshold
+        runs = (block.router(inputs_TD, gate_TF) > 0).float().mean().item()
+        assert abs(runs - (1 - sparsity)) < 0.01, runs
         moe, hidden = model.config.moesaic, arguments.hidden
         sketch = moe["router"]["features"] * (hidden + arguments.neurons)
         work = hidden * (moe["num_routed"] + 2 * moe["num_active"]) + sketch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -35,6 +38,7 @@ from tests import reference
 from tests.families import CONTEXT, FAMILIES, HIDDEN, LAYERS, NEURONS, tiny_model, tokens
 from tests.mixtures import tiny_mixture
 
+compare_module = importlib.import_module("moesaic.compare")  # as its function is called
 WINDOWS = tokens(16, CONTEXT, seed=1)
 UNGATED = {"gpt2", "opt", "gpt_neox", "phi", "starcoder2", "nemotron"}
 NAME = "moesaic-neurons"
@@ -198,6 +202,15 @@ def test_a_mixture_is_refused() -> None:
         moesaic.convert(tiny_mixture("qwen3_moe"), NAME, sparsity=0.25, calibration=WINDOWS)
 
 
+def test_a_sparsity_that_skips_nothing_and_an_unknown_grain_are_refused() -> None:
+    config = tiny_model("llama").config
+    for sparsity in (0.001, 0.999):
+        with pytest.raises(MoesaicError, match=f"of {NEURONS} neurons would run"):
+            make_plan(config, "tiny", NAME, sparsity=sparsity)
+    with pytest.raises(MoesaicError, match="unknown grain 'dust'"):
+        make_plan(config, "tiny", NAME, sparsity=0.5, grain="dust")
+
+
 @pytest.mark.parametrize("sparsity", [0.25, 0.5, 0.75])
 def test_the_budget_holds_where_it_was_fitted(sparsity: float) -> None:
     model = converted("qwen3", sparsity)
@@ -235,6 +248,54 @@ def test_no_repair_worsens_the_error_and_static_pruning_loses_more() -> None:
 def test_the_same_seed_gives_the_same_weights() -> None:
     first, second = (converted("qwen3").state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_sketch_in_float16_is_in_range() -> None:
+    ffn, x_TD = random_ffn()
+    for scale in (1e-4, 1.0, 0.0):
+        sketch = sketch_up(scale * x_TD, ffn, 8)
+        for tensor in (sketch.in_CD, sketch.out_FC, sketch.bias_F):
+            assert torch.isfinite(tensor.half()).all()
+        torch.testing.assert_close(torch.linalg.vector_norm(sketch.in_CD, dim=1), torch.ones(8))
+
+
+def test_static_pruning_of_equal_work_is_compared() -> None:
+    """Which gets the multiply-accumulates of the gates and the sketch, in neurons."""
+    config = tiny_model("qwen3").config
+    plan = make_plan(config, "tiny", NAME, sparsity=0.75)
+    static = compare_module._static_of_equal_macs(plan, config, None)
+    assert static is not None
+    neuron = LAYERS * 3 * HIDDEN
+    assert 0 <= static.macs.total - plan.macs.total < neuron
+
+
+def test_with_a_target_ratio_layers_keep_equal_budgets(tmp_path: Path) -> None:
+    from tests.stock_models import dense_model, tokenizer
+
+    source = tmp_path / "dense"
+    dense_model("qwen3").save_pretrained(source)
+    tokenizer().save_pretrained(source)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat in a hat and the rat in a bin. a dog ran on the mat. " * 150)
+    _, report = moesaic.convert(
+        str(source), NAME, target_ratio=1.05, calibration=str(text), samples=8,
+        sequence_length=64, output=tmp_path / "out",
+    )  # fmt: skip
+    assert report.budgets == []
+    assert report.perplexity is not None
+    assert report.dense_perplexity is not None
+    assert report.perplexity / report.dense_perplexity <= 1.05
+    assert report.search[report.layout] <= 1.05
+
+
+def test_pairs_are_left_alone_where_weights_are_elsewhere() -> None:
+    model, ids = converted("qwen3"), tokens(1, 1)
+    expected = logits(model, ids)
+    with torch.no_grad(), torch.inference_mode():
+        program = torch.export.export(model.model.layers[0].mlp, (torch.randn(1, 1, HIDDEN),))
+    assert "sampled_addmm" not in str(program.graph)
+    offloaded = cpu_offload(model)
+    torch.testing.assert_close(logits(offloaded, ids), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_share_a_budget() -> None:
@@ -402,3 +463,21 @@ def test_fine_tuning_lowers_the_loss_and_keeps_the_budget() -> None:
         refit_thresholds(done.model, windows)
     runs = runs_of(merge(done.model), windows)
     torch.testing.assert_close(runs, torch.full((LAYERS,), wanted), rtol=0.01, atol=0.1)
+
+
+def test_an_adapter_comes_back_with_its_router(tmp_path: Path) -> None:
+    ids = tokens(4, CONTEXT, seed=5)
+    wrapped = wrap(converted("qwen3"), 4, 8, freeze_router=False)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        refit_thresholds(wrapped, WINDOWS)
+    wrapped.save_pretrained(tmp_path)
+    with warnings.catch_warnings():  # PEFT finds out about transposed modules one by one
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        again = PeftModel.from_pretrained(converted("qwen3"), tmp_path)
+    for ours, theirs in zip(neuron_routers_of(again), neuron_routers_of(wrapped), strict=True):
+        assert torch.equal(ours.selection_bias, theirs.selection_bias)
+        assert torch.equal(ours.sketch_in.weight, theirs.sketch_in.weight)
+    torch.testing.assert_close(logits(again, ids), logits(wrapped, ids), rtol=1e-5, atol=1e-5)

@@ -81,6 +81,7 @@ def share_budgets(
     with torch.no_grad():
         wanted = [dense(input_ids=ids_NL, use_cache=False).logits for ids_NL in probe_NL.split(1)]
     share_L = torch.full((len(layers),), mean / routed, dtype=torch.float64)
+    what = "neurons" if plan.recipe.router == "gates" else "experts"
     least = max(min(LEAST, mean / routed / 2), 1 / routed)
     tried: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}
     for _ in range(1 + ROUNDS):
@@ -96,9 +97,9 @@ def share_budgets(
             except MoesaicError as error:  # diverged; what was tried before has not
                 if not tried:
                     raise
-                tell(f"experts per token {said}: {error}")
+                tell(f"{what} per token {said}: {error}")
                 break
-            tell(f"experts per token {said}: KL divergence {tried[budgets][1]:.4f}")
+            tell(f"{what} per token {said}: KL divergence {tried[budgets][1]:.4f}")
         share_L = moved(share_L, tried[budgets][0], least)
     best = min(tried, key=lambda budgets: tried[budgets][1])
     return with_budgets(plan, best)

@@ -65,6 +65,10 @@ def model_card(report: ConversionReport, config: Any, licence: str | None, comma
         if outer
         else "dense feed-forward network cut into shared and routed experts"
     )
+    load = "router recall and expert load"
+    if config.moesaic["router"]["kind"] == "gates":
+        what = "dense feed-forward network made one whose neurons are chosen for each token"
+        load = "and router recall"
     source = _LINKS.get(report.recipe["name"])
     method = f" Method: {source}." if source else ""
     return f"""---
@@ -92,5 +96,5 @@ Use, with moesaic installed (or with `trust_remote_code=True` and no moesaic):
     model = AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")
     tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
 
-Per-layer reconstruction error, router recall and expert load are in `moesaic_report.json`.
+Per-layer reconstruction error, {load} are in `moesaic_report.json`.
 """

@@ -89,6 +89,7 @@ def _carve_neurons(
     block: MoesaicBlock, ffn: DenseFFN, parts: Partition, router: dict[str, torch.Tensor]
 ) -> MoesaicBlock:
     """The same where every neuron is an expert: the FFN's weights, W_down transposed."""
+    assert (parts.neurons_N == np.arange(ffn.intermediate_size)).all()  # as the router has them
     index_F = torch.from_numpy(parts.neurons_N).to(ffn.up_FD.device)
     state = neuron_rows(ffn, parts.neurons_N)
     state["down_proj.weight"] = ffn.down_DF.T[index_F]

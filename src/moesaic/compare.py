@@ -97,7 +97,7 @@ def compare(
     if "static-repaired" in references:
         for budget in budgets:
             wanted = budget.get("sparsity")
-            routed = [plans[r.name, wanted] for r in chosen if r.router in FITTED]
+            routed = [plans[r.name, wanted] for r in chosen if r.router in (*FITTED, "gates")]
             if routed and (plan := _static_of_equal_macs(routed[0], config, sequence_length)):
                 plans[plan.recipe.name, wanted] = plan
     # One number for all: the recipe that needs most decides, or nobody's numbers are comparable.
@@ -168,7 +168,10 @@ def _static_of_equal_macs(routed: Plan, config: Any, sequence_length: int | None
     )
     if routed.sizes.active == total:
         return None
-    per_neuron = (routed.dense_macs.ffn - routed.macs.ffn) / (total - routed.sizes.active)
+    skipped = routed.dense_macs.ffn - routed.macs.ffn
+    if routed.recipe.router == "gates":  # which skips two thirds of a neuron's work
+        skipped *= 1.5
+    per_neuron = skipped / (total - routed.sizes.active)
     neurons = total - int((routed.dense_macs.total - routed.macs.total) / per_neuron)
     if not 2 <= neurons < total:
         return None

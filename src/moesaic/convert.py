@@ -140,6 +140,9 @@ def convert(
 
     def share(plan: Plan) -> Plan:
         tell = Console(stderr=True, quiet=not progress).print
+        if target_ratio is not None and plan.recipe.layer_budgets:
+            tell("layers keep equal budgets, with which the target was met")
+            return plan
         return share_budgets(dense, ffns, plan, windows_NL, compute, seed, tell)
 
     if target is None:

@@ -17,6 +17,8 @@ from torch import nn
 from moesaic.adapters import DenseFFN
 from moesaic.modeling import MoesaicBlock, MoesaicNeurons
 
+LEAST = 10.0  # nats below the threshold, from which on a neuron's score says no more
+
 Choose = Callable[[torch.Tensor], torch.Tensor]  # inputs (T, D) to the experts that run (T, R)
 
 
@@ -119,4 +121,7 @@ def _masked_neurons(neurons: MoesaicNeurons, activation: str) -> MaskedBlock:
         score_TF: torch.Tensor = neurons.router(x_TD, whole.gates(x_TD))
         return score_TF
 
-    return MaskedBlock(whole, 0, 1, lambda x_TD: scores(x_TD) > 0, scores)
+    # Gates of exactly 0 score far below all others: they would decide the scores' spread.
+    return MaskedBlock(
+        whole, 0, 1, lambda x_TD: scores(x_TD) > 0, lambda x_TD: scores(x_TD).clamp(min=-LEAST)
+    )

@@ -13,9 +13,9 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.adapters import FFNs, Mixtures, find_ffns
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, unknown
 from moesaic.flops import Macs, count_macs, meta_model, routed_macs
-from moesaic.layout import Layout, Sizes, layouts_for
+from moesaic.layout import GRAINS, Layout, Sizes, layouts_for
 from moesaic.load import window_length
 from moesaic.modeling import config_class_for, layer_budget
 from moesaic.recipe import Recipe, load_recipe
@@ -107,7 +107,8 @@ def make_plans(
     ffns = _keep(find_ffns(skeleton), dense_layers)
     neurons = ffns.read(ffns.converted[0]).intermediate_size
     if recipe.router == "gates":
-        layouts = [_single_neurons(ffns, recipe, layout, 0.25 if sparsity is None else sparsity)]
+        wanted = 0.25 if sparsity is None else sparsity
+        layouts = [_single_neurons(ffns, recipe, layout, wanted, grain)]
     elif layout is None:
         wanted = 0.25 if sparsity is None else sparsity
         layouts = layouts_for(wanted, neurons, grain, recipe.experts)
@@ -155,8 +156,15 @@ def _keep(ffns: FFNs, dense_layers: Sequence[int]) -> FFNs:
     return ffns
 
 
-def _single_neurons(ffns: FFNs, recipe: Recipe, layout: Layout | None, sparsity: float) -> Layout:
-    """A layout of one neuron per expert, of the budget that another layout or a sparsity gives."""
+def _single_neurons(
+    ffns: FFNs, recipe: Recipe, layout: Layout | None, sparsity: float, grain: str
+) -> Layout:
+    """A layout of one neuron per expert, of the budget that another layout or a sparsity gives.
+
+    Any known grain is the same: there is none finer.
+    """
+    if grain not in GRAINS:
+        raise unknown("grain", grain, GRAINS)
     ffn = ffns.read(ffns.converted[0])
     if isinstance(ffns, Mixtures) or not ffn.gated:
         what = "experts of a mixture" if isinstance(ffns, Mixtures) else "FFNs without a gate"
@@ -169,7 +177,13 @@ def _single_neurons(ffns: FFNs, recipe: Recipe, layout: Layout | None, sparsity:
         return Layout(0, layout.sizes(total).active, total)
     if not 0 < sparsity < 1:
         raise MoesaicError(f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter")
-    return Layout(0, max(round((1 - sparsity) * total), 1), total)
+    active = round((1 - sparsity) * total)
+    if not 1 <= active < total:
+        raise MoesaicError(
+            f"sparsity {sparsity}: {active} of {total} neurons would run; at least 1 has to, and "
+            "at least 1 not"
+        )
+    return Layout(0, active, total)
 
 
 def _sizes(sizes: Sizes, recipe: Recipe) -> Sizes:

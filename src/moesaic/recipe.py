@@ -225,7 +225,7 @@ RECIPES = {
         Recipe(
             "moesaic-neurons",
             "every neuron an expert, chosen by its own gate and a sketch of W_up; layers share "
-            "one budget; no engine but transformers",
+            "one budget; fits no stock architecture",
             "contribution",
             "neurons",
             "gates",

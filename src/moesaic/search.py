@@ -153,7 +153,7 @@ def find_plan(
         raise MoesaicError(
             f"no layout with {first.layout.num_total} experts stays within {target_ratio}: "
             f"skipping one expert of {first.layout.num_routed} gives {best:.4f}; allow more, or "
-            "take a finer --grain or more calibration tokens"
+            "take a finer --grain, another recipe or more calibration tokens"
         )
     too_few, enough = 0, most
     while enough - too_few > 1:

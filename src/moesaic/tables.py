@@ -54,21 +54,24 @@ def report_tables(report: ConversionReport) -> None:
         "oracle": "oracle", "neuron-oracle": "neuron\noracle",
     }  # fmt: skip
     shown = [n for n in names if any(n in layer.references for layer in report.layers)]
+    # Neurons as experts are too many to list, and what is not routed has no loads.
+    load_column = ["load"] if any(layer.expert_load for layer in report.layers) else []
     table = Table(
-        "layer", "error", *(names[name] for name in shown), "recall", "load", "ridge",
+        "layer", "error", *(names[name] for name in shown), "recall", *load_column, "ridge",
         title=f"{report.model}, {report.recipe['name']} {report.layout}: {report.shape}",
         caption="error of the layer's output on held-out tokens over its energy, and what the "
-        "same budget loses otherwise; load: most used expert over the mean; ridge: of the repair",
+        "same budget loses otherwise; "
+        f"{'load: most used expert over the mean; ' * bool(load_column)}ridge: of the repair",
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for layer in report.layers:
         load = layer.expert_load
-        spread = f"{max(load) * len(load) / sum(load):.2f}" if load else ""
+        spread = [f"{max(load) * len(load) / sum(load):.2f}" if load else ""]
         cells = [layer.relative_error, *(layer.references.get(name) for name in shown)]
         table.add_row(
             str(layer.layer), *("" if cell is None else f"{cell:.3f}" for cell in cells),
-            "" if layer.router_recall is None else f"{layer.router_recall:.2f}", spread,
-            _short(layer.repair),
+            "" if layer.router_recall is None else f"{layer.router_recall:.2f}",
+            *(spread if load_column else []), _short(layer.repair),
         )  # fmt: skip
     out.print(table)
     for note in sorted({note for layer in report.layers for note in layer.notes}):
@@ -83,13 +86,16 @@ def report_tables(report: ConversionReport) -> None:
     if behind := [layer for layer in report.layers if layer.better_static]:
         which = ", ".join(f"{layer.layer} ({layer.better_static})" for layer in behind)
         out.print(f"routing does not beat static pruning at the same budget in layers {which}")
+    alone = report.recipe["router"] == "gates"
+    cheaper = "fewer features in a recipe file" if alone else "a coarser grain"
     if report.macs >= report.dense_macs:
         out.print(
             "this layout computes more than the dense model: its router costs more than the "
-            "skipped neurons; take a coarser grain or a lower budget"
+            f"skipped neurons; take {cheaper} or a lower budget"
         )
     if report.budgets:
-        out.print(f"experts per token by layer: {', '.join(map(str, report.budgets))}")
+        what = "neurons" if alone else "experts"
+        out.print(f"{what} per token by layer: {', '.join(map(str, report.budgets))}")
     if report.search:
         tried = ", ".join(f"{name} {value:.4f}" for name, value in report.search.items())
         out.print(f"layouts tried: {tried}")

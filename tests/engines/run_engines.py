@@ -112,7 +112,7 @@ def judge(model: Any, prompts: Any, answers: Any, engine: str) -> tuple[float, i
             place = len(prompt) - 1 + step
             difference = abs(logp_LV[place, token].item() - logp)
             gap = (logp_LV[place].max() - logp_LV[place, token]).item()
-            if difference > bound or gap > max(TIE, bound if bound > 0.1 else 0):
+            if not difference <= bound or gap > max(TIE, bound if bound > 0.1 else 0):
                 if tie and tie[0] <= place:
                     expert_ties += 1
                     break

@@ -138,7 +138,7 @@ def freeze(wrapped: Any, freeze_router: bool) -> None:
 
 
 def learning_rates(model: Any, lora_lr: float, scale_lr: float) -> dict[str, float]:
-    """Of every kind of trained weight."""
+    """Of every kind of trained weight; some kinds may not be there."""
     routed = getattr(model.config, "moesaic", {}).get("num_routed", 0)
     return {
         "LoRA, routers": lora_lr,

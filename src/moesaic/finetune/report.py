@@ -98,6 +98,8 @@ def finetune_card(report: FinetuneReport, licence: str | None, command: str | No
             '    model = PeftModel.from_pretrained(base, "PATH_TO_THIS_FOLDER")'
         )
     what = "A mixture of experts" if report.merged else "A PEFT adapter for a mixture of experts"
+    kept = "Loads of the experts before and after are in `moesaic_finetune.json` and `loads.png`.\n"
+    loads = kept if report.loads_after else ""
     how = f"\nCommand:\n\n    {command}\n" if command else ""
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
@@ -117,6 +119,5 @@ Use, with moesaic installed:
     from transformers import AutoModelForCausalLM
     {load}
 
-Loads of the experts before and after are in `moesaic_finetune.json` and `loads.png`, the losses in
-`learning_curve.csv`.
+{loads}The losses are in `learning_curve.csv`, the settings in `moesaic_finetune.json`.
 """

@@ -25,11 +25,17 @@ from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
-from moesaic.finetune.lora import blocks_of, is_mixture, learning_rates, routers_of
+from moesaic.finetune.lora import (
+    blocks_of,
+    is_mixture,
+    learning_rates,
+    neuron_routers_of,
+    routers_of,
+)
 from moesaic.finetune.lora import merge as merge_lora
 from moesaic.finetune.prepare import Ready, prepare
 from moesaic.finetune.report import FinetuneReport, finetune_card
-from moesaic.finetune.train import Machine, gather, train
+from moesaic.finetune.train import Machine, Settings, gather, train
 from moesaic.load import load_model, resolve
 from moesaic.search import HELDOUT_TOKENS
 from moesaic.soundness import check_vocabulary
@@ -117,7 +123,7 @@ def finetune(
         distill=None if distill is None else str(distill),
         teacher_tuned=tune_teacher,
         settings=settings.to_dict(),
-        rates=learning_rates(loaded, settings.lora_lr, settings.scale_lr),
+        rates=_rates(loaded, settings),
         merged=merge,
         heldout=ready.heldout,
     )
@@ -230,6 +236,13 @@ def _save(
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     if ready.tokenizer is not None:
         ready.tokenizer.save_pretrained(folder)
+
+
+def _rates(model: Any, settings: Settings) -> dict[str, float]:
+    """Learning rates, as far as the model has such weights."""
+    rates = learning_rates(model, settings.lora_lr, settings.scale_lr)
+    kinds = 1 if neuron_routers_of(model) else len(rates)
+    return dict(list(rates.items())[:kinds])
 
 
 def _routed(model: Any) -> list[Any]:

@@ -74,10 +74,18 @@ class MoesaicNeurons(nn.Module):
         return self.down_proj(torch.where(runs_TF, h_TF, 0))
 
     def _pays(self, x_TD: torch.Tensor) -> bool:
-        """Whether pair by pair is faster; never while training or inside an adapter's modules."""
+        """Whether pair by pair is faster and can be done.
+
+        Never while training, compiling or exporting, nor with modules that are wrapped or whose
+        weights are elsewhere until they are called.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False
         plain = type(self.up_proj) is nn.Linear and type(self.down_proj) is Conv1D
+        weights = [self.up_proj.weight, self.down_proj.weight] if plain else []
+        at_hand = all(w.device == x_TD.device and w.dtype == torch.float32 for w in weights)
         on_cpu = x_TD.device.type == "cpu" and x_TD.dtype == torch.float32
-        return plain and on_cpu and 0 < len(x_TD) <= FEW_TOKENS and not torch.is_grad_enabled()
+        return plain and at_hand and on_cpu and 0 < len(x_TD) <= FEW_TOKENS
 
     def _pairs(
         self, x_TD: torch.Tensor, gate_TF: torch.Tensor, runs_TF: torch.Tensor
