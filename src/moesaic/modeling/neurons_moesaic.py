@@ -79,7 +79,8 @@ class MoesaicNeurons(nn.Module):
         Never while training, compiling or exporting, nor with modules that are wrapped or whose
         weights are elsewhere until they are called.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        traced = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or traced:
             return False
         plain = type(self.up_proj) is nn.Linear and type(self.down_proj) is Conv1D
         weights = [self.up_proj.weight, self.down_proj.weight] if plain else []
