@@ -24,8 +24,9 @@ class MoesaicConfig(PreTrainedConfig):
     - `ffn`: `path` of the FFN from the base model with `{}` for the layer, `identities` (modules
       that the block makes superfluous), `gated`, `bias`, `output_bias`, `activation`
     - `output_bias`: whether the block adds one (the dense FFN's, or a repair's intercept)
-    - `router`: `kind`, `absolute`, `gating` (`topk` or `threshold`), `features` (directions whose
-      products a quadratic router reads), `cap` (most experts of a token, or None)
+    - `router`: `kind` (`gates` where every neuron is an expert), `absolute`, `gating` (`topk` or
+      `threshold`), `features` (directions whose products a quadratic router reads, or that stand
+      in for W_up beside gates), `cap` (most experts of a token, or None)
     - `layers`: the converted layers; `budgets`, only where they differ: the mean number of routed
       experts per token of each, whose mean is `num_active`
     - only in a model that was a mixture before: `mixtures` (its layers with experts), `num_outer`
