@@ -26,12 +26,12 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import moesaic
-from moesaic.adapters import find_ffns
-from moesaic.assignment import balanced_assignment
-from moesaic.data import sample_windows, to_ids
-from moesaic.load import load_model, load_tokenizer
-from moesaic.profile import SAMPLE_TOKENS
-from moesaic.stream import BLOCK_TOKENS, Stream
+from moesaic.calibration.hidden_states import BLOCK_TOKENS, Stream
+from moesaic.calibration.statistics import SAMPLE_TOKENS
+from moesaic.calibration.text import sample_windows, to_ids
+from moesaic.families import find_ffns
+from moesaic.families.load import load_model, load_tokenizer
+from moesaic.parts.assignment import balanced_assignment
 
 CPU = torch.device("cpu")
 console = Console(width=110)
@@ -55,7 +55,12 @@ def whole_pass(model: Any, windows_NL: torch.Tensor) -> float:
 
 
 def bench_time(
-    name: str, model: Any, recipe: str, layout: str, windows_NL: torch.Tensor, rounds: int
+    name: str,
+    model: Any,
+    recipe: str,
+    layout: str,
+    windows_NL: torch.Tensor,
+    rounds: int,
 ) -> None:
     layers, whole, steps = [], [], []
     for number in range(rounds + 1):
@@ -111,7 +116,9 @@ def bench_memory(layers: int, recipe: str, samples: int, length: int) -> None:
     # The converted FFN and its masked view beside the dense one they replace.
     layer = 2 * 3 * hidden * neurons * 4
     inputs = 2 * windows_NL.numel() * hidden * 4  # of the layer and of its FFN
-    marks = windows_NL.numel() * 10 * (4 + 4 + 8)  # column index, one, and their int64 copy
+    marks = (
+        windows_NL.numel() * 10 * (4 + 4 + 8)
+    )  # column index, one, and their int64 copy
     # Working set of a block: hidden states of the FFN and of attention, and the grouped product's
     # copies of each token for each of its 3 routed experts.
     block = BLOCK_TOKENS * (4 * neurons + (8 + 5 * 3) * hidden) * 4
@@ -152,7 +159,11 @@ def llama_layers(layers: int) -> Any:
 
 def bench_assignment(neurons: int, experts: int, rounds: int) -> None:
     """The transportation problem against Jonker-Volgenant on the expanded matrix."""
-    cost_NR = np.random.default_rng(0).integers(0, 4096, (neurons, experts)).astype(np.float64)
+    cost_NR = (
+        np.random.default_rng(0)
+        .integers(0, 4096, (neurons, experts))
+        .astype(np.float64)
+    )
     fast = []
     for _ in range(rounds):
         begun = time.perf_counter()
@@ -163,7 +174,9 @@ def bench_assignment(neurons: int, experts: int, rounds: int) -> None:
     value, _, _ = lap.lapjv(expanded)
     slow = time.perf_counter() - begun
     ours = cost_NR[np.arange(neurons), ours_N].sum()
-    table = Table("", "", title=f"balanced assignment, {neurons} neurons to {experts} experts")
+    table = Table(
+        "", "", title=f"balanced assignment, {neurons} neurons to {experts} experts"
+    )
     table.add_row("objective, transportation problem", f"{ours:.0f}")
     table.add_row("objective, lap.lapjv on the expanded matrix", f"{value:.0f}")
     table.add_row("times faster", f"{slow / statistics.median(fast):.0f}")

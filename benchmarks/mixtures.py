@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from moesaic.adapters import find_ffns
-from moesaic.layers import convert_layers
-from moesaic.plan import make_plan
-from moesaic.stream import Stream
+from moesaic.calibration.hidden_states import Stream
+from moesaic.conversion.layers import convert_layers
+from moesaic.conversion.plan import make_plan
+from moesaic.families import find_ffns
 
 TOKENS, LENGTH, ROUNDS = 16_384, 512, 2
 SHAPES = [  # hidden size, experts, experts of a token, neurons of an expert
@@ -32,7 +32,16 @@ SHAPES = [  # hidden size, experts, experts of a token, neurons of an expert
     (256, 64, 8, 64),
 ]
 LAYOUT = "S3A3E8"
-STEPS = {"profile", "partition", "router", "repair", "reference", "carve", "measure", "stack"}
+STEPS = {
+    "profile",
+    "partition",
+    "router",
+    "repair",
+    "reference",
+    "carve",
+    "measure",
+    "stack",
+}
 
 
 def models(hidden: int, experts: int, active: int, neurons: int) -> tuple[Any, Any]:
@@ -43,11 +52,16 @@ def models(hidden: int, experts: int, active: int, neurons: int) -> tuple[Any, A
         "max_position_embeddings": LENGTH,
     }  # fmt: skip
     mixture = MixtralConfig(
-        **common, intermediate_size=neurons, num_local_experts=experts, num_experts_per_tok=active
+        **common,
+        intermediate_size=neurons,
+        num_local_experts=experts,
+        num_experts_per_tok=active,
     )
     dense = LlamaConfig(**common, intermediate_size=experts * neurons)
     torch.manual_seed(0)
-    found = [AutoModelForCausalLM.from_config(config).eval() for config in (mixture, dense)]
+    found = [
+        AutoModelForCausalLM.from_config(config).eval() for config in (mixture, dense)
+    ]
     for model in found:
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -62,7 +76,9 @@ def seconds(model: Any, recipe: str, layout: str, ids_NL: torch.Tensor) -> float
     stream = Stream(ffns, ids_NL, torch.device("cpu"))
     steps: dict[str, float] = {}
     wall = time.perf_counter
-    time.perf_counter = time.process_time  # the steps' own clock: others use the machine too
+    time.perf_counter = (
+        time.process_time
+    )  # the steps' own clock: others use the machine too
     try:
         with ffns.restored():
             convert_layers(stream, plan, 0, steps)
@@ -73,13 +89,17 @@ def seconds(model: Any, recipe: str, layout: str, ids_NL: torch.Tensor) -> float
 
 def main() -> None:
     """Mixture over dense on the same tokens, and on E / k times as many for the mixture."""
-    print("| hidden | experts | of a token | neurons | recipe | same tokens | same per expert |")
+    print(
+        "| hidden | experts | of a token | neurons | recipe | same tokens | same per expert |"
+    )
     print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:
         mixture, dense = models(*shape)
         more = shape[1] // shape[2]
         rows = TOKENS // LENGTH
-        ids_NL = torch.randint(512, (rows * more, LENGTH), generator=torch.manual_seed(1))
+        ids_NL = torch.randint(
+            512, (rows * more, LENGTH), generator=torch.manual_seed(1)
+        )
         for recipe in ("cmoe", "moesaic"):
             ratios: list[list[float]] = [[], []]
             for _ in range(ROUNDS):
@@ -87,7 +107,10 @@ def main() -> None:
                 for found, tokens in zip(ratios, (ids_NL[:rows], ids_NL), strict=True):
                     found.append(seconds(mixture, recipe, LAYOUT, tokens) / base)
                 print(f"{shape} {recipe} {base:.2f} s, {ratios}", file=sys.stderr)
-            cells = [f"{statistics.median(r):.2f} ({min(r):.2f}..{max(r):.2f})" for r in ratios]
+            cells = [
+                f"{statistics.median(r):.2f} ({min(r):.2f}..{max(r):.2f})"
+                for r in ratios
+            ]
             row = [*map(str, shape), f"`{recipe}` {LAYOUT}", *cells]
             print(f"| {' | '.join(row)} |", flush=True)
 

@@ -20,8 +20,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import moesaic
-from moesaic.gating import single_threshold
 from moesaic.modeling import MoesaicNeurons
+from moesaic.parts.thresholds import single_threshold
 
 CALLS = 30
 
@@ -34,7 +34,9 @@ def timed(call: Any, x_TD: torch.Tensor) -> float:
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--neurons", type=int, default=5632)
     parser.add_argument("--threads", type=int, default=1)
@@ -58,7 +60,9 @@ def main() -> None:
         block = next(m for m in model.modules() if isinstance(m, MoesaicNeurons))
         inputs_TD = torch.randn(8, arguments.hidden)
         gate_TF = block.act_fn(block.gate_proj(inputs_TD))
-        threshold = single_threshold(block.router(inputs_TD, gate_TF), block.router.num_active)
+        threshold = single_threshold(
+            block.router(inputs_TD, gate_TF), block.router.num_active
+        )
         block.router.selection_bias -= threshold
         runs = (block.router(inputs_TD, gate_TF) > 0).float().mean().item()
         assert abs(runs - (1 - sparsity)) < 0.01, runs
@@ -74,7 +78,9 @@ def main() -> None:
                     block._pays = lambda _, pays=pays: pays
                     found[name].append(timed(block, x_TD))
             base = statistics.median(found["dense"])
-            ratios = [statistics.median(found[name]) / base for name in ("pairs", "masked")]
+            ratios = [
+                statistics.median(found[name]) / base for name in ("pairs", "masked")
+            ]
             share = work / (3 * hidden * arguments.neurons)
             cells = [f"{value:.2f}" for value in (share, *ratios)]
             print(f"| {sparsity:.0%} | {count} | {' | '.join(cells)} |", flush=True)

@@ -19,8 +19,8 @@ import torch
 from transformers.utils import logging
 
 import moesaic
-from moesaic.load import load_config
-from moesaic.recipe import RECIPES, Recipe
+from moesaic.families.load import load_config
+from moesaic.methods.recipe import RECIPES, Recipe
 
 SPARSITIES = (0.25, 0.5)
 SIZES = (1024, 4096, 8192, 32_768, 131_072)
@@ -37,7 +37,11 @@ def ablations() -> list[Recipe]:
         (dynamic, "W_up refitted", {"up_steps": 4}),
         (ours, "no re-assignment", {"reassign_rounds": 0}),
         (ours, "random experts", {"grouping": "random", "reassign_rounds": 0}),
-        (ours, "paper's k-means", {"grouping": "balanced-kmeans", "reassign_rounds": 0}),
+        (
+            ours,
+            "paper's k-means",
+            {"grouping": "balanced-kmeans", "reassign_rounds": 0},
+        ),
         (ours, "paper's router", {"router": "representative"}),
         (ours, "shared by rate", {"importance": "rate"}),
         (ours, "shared by variance", {"importance": "variance"}),
@@ -47,9 +51,13 @@ def ablations() -> list[Recipe]:
         (dynamic, "4 directions", {"features": 4}),
         (dynamic, "24 directions", {"features": 24}),
     ]
-    rows = [replace(base, name=f"{base.name}: {what}", **new) for base, what, new in changes]
+    rows = [
+        replace(base, name=f"{base.name}: {what}", **new) for base, what, new in changes
+    ]
     static = RECIPES["static-repaired"]
-    observed = replace(static, name="static-repaired: by observability", importance="observability")
+    observed = replace(
+        static, name="static-repaired: by observability", importance="observability"
+    )
     fitted = replace(static, name="static-repaired: W_up refitted", up_steps=4)
     return [ours, dynamic, *rows, static, observed, fitted]
 
@@ -73,7 +81,9 @@ def ratio_of(result: Any, recipe: str, sparsity: float | None) -> str:
         if row["recipe"] == recipe and row["sparsity"] == sparsity:
             text = next(iter(row["ratio"]))
             spread = row["spread"][text]
-            return f"{row['ratio'][text]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
+            return f"{row['ratio'][text]:.3f}" + (
+                "" if spread is None else f" ± {spread:.3f}"
+            )
     return ""
 
 
@@ -94,14 +104,18 @@ def by_sparsity(head: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("what", choices=["ablation", "size", "source", "grain", "load"])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--calibration", nargs="+", default=["demo"])
     parser.add_argument("--text", default="demo")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--grain", default="medium")
-    parser.add_argument("--only", default="", help="ablation: rows whose name holds this")
+    parser.add_argument(
+        "--only", default="", help="ablation: rows whose name holds this"
+    )
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     config = load_config(arguments.model)
@@ -115,7 +129,9 @@ def main() -> None:
         recipes = [recipe for recipe in ablations() if arguments.only in recipe.name]
         result = run(arguments, recipes)
         names = list(dict.fromkeys(recipe.name for recipe in recipes))
-        rows = [[name, *(ratio_of(result, name, s) for s in SPARSITIES)] for name in names]
+        rows = [
+            [name, *(ratio_of(result, name, s) for s in SPARSITIES)] for name in names
+        ]
         table(by_sparsity("recipe"), rows)
     elif arguments.what == "size":
         rows = []
@@ -147,7 +163,9 @@ def main() -> None:
                 active = max(1, round(((1 - sparsity) * neurons - shared) / size))
                 layout = f"S1A{active}E{total}"
                 result = run(arguments, ours[:2], layout=layout)
-                macs = next(r["macs"] for r in result["rows"] if r["recipe"] == "moesaic")
+                macs = next(
+                    r["macs"] for r in result["rows"] if r["recipe"] == "moesaic"
+                )
                 cells += [ratio_of(result, recipe.name, None) for recipe in ours[:2]]
                 cells.append(f"{macs:.3f}")
             rows.append([f"{total} of {size}", *cells])
@@ -155,7 +173,9 @@ def main() -> None:
                 break
         head = ["experts"]
         for sparsity in SPARSITIES:
-            head += [f"{recipe.name} {sparsity:.0%}" for recipe in ours[:2]] + ["MACs of moesaic"]
+            head += [f"{recipe.name} {sparsity:.0%}" for recipe in ours[:2]] + [
+                "MACs of moesaic"
+            ]
         table(head, rows)
     else:
         result = run(arguments, [*ours[:2], RECIPES["cmoe"]])
@@ -166,7 +186,9 @@ def main() -> None:
             ]
             for row in result["rows"]
         ]  # fmt: skip
-        table(["recipe", "skipped", "worst layer: max / mean load", "dead experts"], rows)
+        table(
+            ["recipe", "skipped", "worst layer: max / mean load", "dead experts"], rows
+        )
 
 
 if __name__ == "__main__":

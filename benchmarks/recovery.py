@@ -27,15 +27,15 @@ from matplotlib.figure import Figure
 from transformers.utils import logging
 
 import moesaic
-from moesaic.data import sample_windows, to_ids
+from moesaic.calibration.text import sample_windows, to_ids
+from moesaic.conversion.prepare import hold_out
 from moesaic.evaluate import perplexity
+from moesaic.families.load import load_model, load_tokenizer
 from moesaic.finetune.balance import measure_loads, refit_thresholds
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.lora import merge
 from moesaic.finetune.prepare import DISTILLED, PLAIN_LR, draw_windows
 from moesaic.finetune.train import Machine, Settings, train
-from moesaic.load import load_model, load_tokenizer
-from moesaic.prepare import hold_out
 
 PLAIN = Mix()
 MIXES = {
@@ -60,18 +60,24 @@ class Bench:
         self.dense = load_model(arguments.model, "float32")
         self.length = min(arguments.length, self.dense.config.max_position_embeddings)
         ids = to_ids(arguments.data, tokenizer)
-        self.ids, self.heldout, _ = hold_out(ids, arguments.data, tokenizer, self.length)
+        self.ids, self.heldout, _ = hold_out(
+            ids, arguments.data, tokenizer, self.length
+        )
         assert self.heldout is not None
         self.kept: tuple[Any, Any] = (None, None)  # the last conversion, by what it was
         self.kept_dense: tuple[Any, Any] = (None, None)
 
     def perplexity(self, model: Any) -> float:
-        return perplexity(model, self.heldout, self.length, self.arguments.max_tokens)[0]
+        return perplexity(model, self.heldout, self.length, self.arguments.max_tokens)[
+            0
+        ]
 
     def converted(self, recipe: str, sparsity: float, seed: int) -> Any:
         """By NAME or NAME:GRAIN; a copy of the last one where it is asked for again."""
         if self.kept[0] != (recipe, sparsity, seed):
-            calibration = sample_windows(self.ids, 32_768 // self.length, self.length, seed)
+            calibration = sample_windows(
+                self.ids, 32_768 // self.length, self.length, seed
+            )
             name, _, grain = recipe.partition(":")
             model, _ = moesaic.convert(
                 load_model(self.arguments.model, "float32"), name, sparsity=sparsity,
@@ -92,7 +98,9 @@ class Bench:
         """The dense model after next-token fine-tuning with these settings; kept, the last one."""
         settings = replace(settings, mix=PLAIN)
         if self.kept_dense[0] != settings:
-            windows = draw_windows(self.ids, settings.samples, self.length, settings.seed)
+            windows = draw_windows(
+                self.ids, settings.samples, self.length, settings.seed
+            )
             dense = load_model(self.arguments.model, "float32")
             done = train(dense, windows, settings, Machine(use_cpu=True))
             self.kept_dense = settings, merge(done.model)
@@ -115,7 +123,11 @@ class Bench:
         after = measure_loads(merged, windows[: max(1, 8192 // self.length)])
 
         def worst(loads: Any) -> list[float]:
-            return [round(row["max_over_mean"], 3) for row in loads.to_dict()] if loads else []
+            return (
+                [round(row["max_over_mean"], 3) for row in loads.to_dict()]
+                if loads
+                else []
+            )
 
         return self.perplexity(merged), {
             "minutes": minutes,
@@ -144,14 +156,18 @@ def table(bench: Bench) -> list[dict[str, Any]]:
         "distilled": (DISTILLED, rate, False),
         "tuned teacher": (DISTILLED, rate, True),
     }
-    losses = {name: losses[name] for name in dict.fromkeys(["plain", *arguments.losses])}
+    losses = {
+        name: losses[name] for name in dict.fromkeys(["plain", *arguments.losses])
+    }
     if arguments.paper:
         losses = {"paper's rate": (PLAIN, PLAIN_LR, False)} | losses
     for seed in range(arguments.seeds):
         row = {"recipe": "dense", "sparsity": 0, "seed": seed, "free": base}
         for name, (mix, rate, _) in losses.items():
             if mix == PLAIN:  # the reference of the others as well
-                row[name] = bench.perplexity(bench.tuned(bench.settings(seed, lora_lr=rate)))
+                row[name] = bench.perplexity(
+                    bench.tuned(bench.settings(seed, lora_lr=rate))
+                )
         say(row)
         rows.append(row)
         for sparsity in arguments.sparsity:
@@ -189,7 +205,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             over = [row[name] / dense[row["seed"]][own] for row in here if name in row]
             brackets = f" ({spread(over)})" if over and recipe != "dense" else ""
             cells.append(f"{statistics.mean(values):.3f}{brackets}" if values else "")
-            spent = [row[f"{name}: minutes"] for row in here if f"{name}: minutes" in row]
+            spent = [
+                row[f"{name}: minutes"] for row in here if f"{name}: minutes" in row
+            ]
             minutes += [f"{statistics.mean(spent):.1f}"] if spent else []
         layouts = " ".join(dict.fromkeys(row.get("layout", "") for row in here))
         cells = [f"{sparsity:.0%}", recipe, layouts, *cells, " / ".join(minutes)]
@@ -232,7 +250,11 @@ def variants(bench: Bench, what: str) -> list[dict[str, Any]]:
             else:
                 settings = bench.settings(seed, **changes)
                 value, found = bench.trained(model, settings, "tuned" in name)
-                dense = bench.perplexity(bench.tuned(settings)) if what == "samples" else None
+                dense = (
+                    bench.perplexity(bench.tuned(settings))
+                    if what == "samples"
+                    else None
+                )
             over = {"over dense": value / dense} if dense else {}
             row = {"case": name, "recipe": recipe, "sparsity": sparsity, "seed": seed,
                    "perplexity": value, **over, **found}  # fmt: skip
@@ -245,7 +267,10 @@ def plot_samples(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Data efficiency: perplexity over the dense model's, tuned on as many windows (a PNG)."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for loss, label in (("plain", "next token"), ("tuned teacher", "distilled, tuned teacher")):
+    for loss, label in (
+        ("plain", "next token"),
+        ("tuned teacher", "distilled, tuned teacher"),
+    ):
         found: dict[int, list[float]] = {}
         for row in rows:
             name, count = row["case"].rsplit(", ", 1)
@@ -257,14 +282,20 @@ def plot_samples(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         )  # fmt: skip
         axes.set_xticks(range(len(found)), [f"{count:,}" for count in found])
     axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xlabel="training windows", ylabel="perplexity over dense, tuned as long", title=title)
+    axes.set(
+        xlabel="training windows",
+        ylabel="perplexity over dense, tuned as long",
+        title=title,
+    )
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("what", choices=["table", "mixes", "rates", "samples"])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--data", default="demo")
@@ -274,12 +305,18 @@ def main() -> None:
     parser.add_argument("--lora-lr", type=float, default=3e-4, help="of both losses")
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-3])
     names = ["plain", "distilled", "tuned teacher"]
-    parser.add_argument("--losses", nargs="+", choices=names, default=names, help="of the table")
-    parser.add_argument("--paper", action="store_true", help="plain at the paper's rate as well")
+    parser.add_argument(
+        "--losses", nargs="+", choices=names, default=names, help="of the table"
+    )
+    parser.add_argument(
+        "--paper", action="store_true", help="plain at the paper's rate as well"
+    )
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--balance-rate", type=float, default=1e-3)
     parser.add_argument(
-        "--recipes", default="moesaic-budgets:fine,moesaic,cmoe,static", help="NAME[:GRAIN]"
+        "--recipes",
+        default="moesaic-budgets:fine,moesaic,cmoe,static",
+        help="NAME[:GRAIN]",
     )
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.25, 0.5])
     parser.add_argument("--seeds", type=int, default=3)

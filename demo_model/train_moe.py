@@ -22,16 +22,21 @@ import numpy as np
 import torch
 import typer
 from train import CONTEXT, batch_of, encode, load_state, mean_loss, save_state
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
-from moesaic.adapters import find_ffns
+from moesaic.calibration.hidden_states import Stream
+from moesaic.calibration.statistics import profile_ffn
 from moesaic.demo import demo_documents, demo_path
+from moesaic.families import find_ffns
 from moesaic.layout import Sizes
-from moesaic.partition import partition
-from moesaic.profile import profile_ffn
-from moesaic.recipe import RECIPES
-from moesaic.routers import expert_energies, expert_grams, linear
-from moesaic.stream import Stream
+from moesaic.methods.recipe import RECIPES
+from moesaic.parts.partition import partition
+from moesaic.parts.routers import expert_energies, expert_grams, linear
 
 EXPERTS, ACTIVE, COMMON, OWN = 8, 2, 64, 88
 GATE_SPREAD = 0.5  # standard deviation of the outer router's logits at the start

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.pop("COLUMNS", None)  # what tests print must not depend on a terminal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the hub
 # Models this small gain nothing from threads, which wait for each other where cores are shared.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from moesaic.assignment import balanced_assignment
+from moesaic.parts.assignment import balanced_assignment
 from tests import reference
 
 Costs = NDArray[np.float64]

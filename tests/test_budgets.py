@@ -15,22 +15,29 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 import moesaic
-from moesaic import budgets, checkpoint
-from moesaic.adapters import find_ffns
-from moesaic.budgets import marginal_values, moved, share_budgets, whole_budgets, with_budgets
+from moesaic.calibration.checks import check_on
+from moesaic.calibration.hidden_states import Stream
+from moesaic.conversion import layer_budgets as budgets
+from moesaic.conversion.layer_budgets import (
+    marginal_values,
+    moved,
+    share_budgets,
+    whole_budgets,
+    with_budgets,
+)
+from moesaic.conversion.layers import convert_layers
+from moesaic.conversion.plan import Plan, make_plan
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.work import count_macs, meta_model
+from moesaic.families import find_ffns
+from moesaic.families.load import check_converted
 from moesaic.finetune.balance import measure_loads, refit_thresholds
 from moesaic.finetune.lora import routers_of
-from moesaic.flops import count_macs, meta_model
-from moesaic.layers import convert_layers
-from moesaic.load import check_converted
-from moesaic.plan import Plan, make_plan
-from moesaic.soundness import check_on
-from moesaic.stream import Stream
+from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, LAYERS, tiny_model, tokens
 from tests.mixtures import tiny_mixture
 
-convert_module = importlib.import_module("moesaic.convert")  # as its function is called
+convert_module = importlib.import_module("moesaic.conversion.convert")  # as its function is called
 WINDOWS = tokens(16, CONTEXT, seed=1)
 CPU = torch.device("cpu")
 LAYOUT, ROUTED, MEAN = "S2A4E10", 8, 4

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 import moesaic
-from moesaic.cli import main
+from moesaic.cli.main import main
 from moesaic.demo import demo_path
-from moesaic.load import load_model, load_tokenizer
+from moesaic.families.load import load_model, load_tokenizer
 from tests.families import tiny_model
 
 TEXT = "def main(argument):\n    return [argument for _ in range(10)]\n" * 400
@@ -139,7 +139,7 @@ def test_a_resumed_run_keeps_the_same_card(
     assert run(*command)[0] == 0
     calm = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr("moesaic.checkpoint.finish", lambda *unused: sys.exit(9))
+        patch.setattr("moesaic.output.draft.finish", lambda *unused: sys.exit(9))
         assert run(*command, "--overwrite")[0] == 9
     assert run(*command, "--overwrite", "--resume")[0] == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == calm
@@ -350,7 +350,7 @@ def test_bad_options(
         ("latin.txt", b"\xff\xfe\xfa", "cannot read"),
         ("body.jsonl", b'{"body": "x"}\n', "has a line without the field 'text'; it has body"),
         ("broken.jsonl", b"{", "cannot read"),
-        ("broken.gz", gzip.compress(b"x" * 1000)[:-12], "cannot read"),
+        ("broken.gz", gzip.compress(b"x" * 1000, mtime=0)[:-12], "cannot read"),
         ("broken.zip", b"PK", "cannot read"),
         ("broken.parquet", b"PAR1", "cannot read"),
     ],
@@ -474,8 +474,8 @@ def test_a_full_gpu_is_one_line_with_the_command_s_own_advice(
     def full(*unused: object, **more: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr("moesaic.cli.convert_model", full)
-    monkeypatch.setattr("moesaic.cli_finetune.finetune", full)
+    monkeypatch.setattr("moesaic.cli.main.convert_model", full)
+    monkeypatch.setattr("moesaic.cli.finetune.finetune", full)
     code, _, error = run(*words)
     assert (code, error.count("\n")) == (2, 1)
     assert f"out of memory on the GPU; try {advice}" in error
@@ -485,8 +485,8 @@ def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatc
     def interrupted(*unused: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moesaic.cli_flops.load_config", interrupted)
-    monkeypatch.setattr("moesaic.cli.convert_model", interrupted)
+    monkeypatch.setattr("moesaic.cli.flops.load_config", interrupted)
+    monkeypatch.setattr("moesaic.cli.main.convert_model", interrupted)
     assert run("flops", "demo")[0::2] == (130, "interrupted\n")
     code, _, error = run("convert", "demo", "--output", "x")
     assert code == 130
@@ -494,10 +494,10 @@ def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.demo_run.HELDOUT_TOKENS", 4096)
-    monkeypatch.setattr("moesaic.demo_run.SAMPLES", 8)
+    monkeypatch.setattr("moesaic.cli.demo.HELDOUT_TOKENS", 4096)
+    monkeypatch.setattr("moesaic.cli.demo.SAMPLES", 8)
     with monkeypatch.context() as patch:
-        patch.setattr("moesaic.demo_run.RECIPES", ("static",))
+        patch.setattr("moesaic.cli.demo.RECIPES", ("static",))
         assert run("demo", "--output", tmp_path / "demo")[0] == 0
     code, printed, _ = run("demo", "--output", tmp_path / "demo")  # replaces the first
     assert code == 0

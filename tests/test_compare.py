@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import moesaic
-from moesaic.cli import main
-from moesaic.compare import REFERENCES
+from moesaic.cli.main import main
+from moesaic.comparison.compare import REFERENCES
+from moesaic.comparison.rows import ORACLES, ranked, remarks
 from moesaic.errors import MoesaicError
-from moesaic.ranking import ORACLES, ranked, remarks
 
-compare_module = importlib.import_module("moesaic.compare")  # as its function is called
+compare_module = importlib.import_module("moesaic.comparison.compare")  # as its function is called
 SMALL: dict[str, Any] = {
     "calibration": "demo", "seeds": 2, "samples": 2, "sequence_length": 64, "max_tokens": 256,
     "sparsity": (0.5,), "dtype": "float32",
@@ -41,8 +41,8 @@ def test_every_row_has_the_same_budget_and_all_seeds(result: tuple[dict[str, Any
 
 
 def test_a_cell_is_what_convert_and_perplexity_give(result: tuple[dict[str, Any], Path]) -> None:
-    from moesaic.data import sample_windows, to_ids
-    from moesaic.load import load_model, load_tokenizer
+    from moesaic.calibration.text import sample_windows, to_ids
+    from moesaic.families.load import load_model, load_tokenizer
 
     row = next(row for row in result[0]["rows"] if row["recipe"] == "static-repaired")
     cell = next(

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import moesaic
-from moesaic import checkpoint
-from moesaic.load import load_model
+from moesaic.families.load import load_model
+from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, LAYERS, tiny_model, tokens
 
 WINDOWS = tokens(4, CONTEXT, seed=1)
@@ -81,8 +81,8 @@ def test_calibration_is_sequential() -> None:
         dense(input_ids=WINDOWS)
     assert not torch.allclose(seen[0], seen[1], atol=1e-3)
     profiled: list[torch.Tensor] = []
-    from moesaic import fit
-    from moesaic.profile import profile_ffn
+    from moesaic.calibration.statistics import profile_ffn
+    from moesaic.methods import fit
 
     def spy(blocks: Any, *rest: Any, **more: Any) -> Any:
         blocks = list(blocks)
@@ -98,7 +98,7 @@ def test_calibration_is_sequential() -> None:
 _KILLED = """
 import os, signal, sys, torch
 import moesaic
-from moesaic import checkpoint
+from moesaic.output import draft as checkpoint
 count, when = 0, int(sys.argv[3])
 def dying(function):
     def wrapped(*args, **kwargs):
@@ -159,7 +159,7 @@ def test_a_damaged_draft_shard_is_made_anew(dense: Path, tmp_path: Path) -> None
 _DIES_AT = """
 import os, signal, shutil, sys, pathlib, torch
 import moesaic
-from moesaic import checkpoint
+from moesaic.output import draft as checkpoint
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[3] == "before its name":
@@ -339,7 +339,7 @@ def test_a_full_disk_is_found_before_and_during_writing(
 
 
 def test_a_model_in_memory_with_each_kind_of_text(shared: Path) -> None:
-    from moesaic.load import load_tokenizer
+    from moesaic.families.load import load_tokenizer
 
     folder = shared / "models" / "stories260K"
     text = (shared / "data" / "tinystories.txt").read_text()[:40_000]
@@ -439,8 +439,8 @@ def test_layers_that_are_to_stay_dense_stay(dense: tuple[int, ...], tmp_path: Pa
     computed = len(dense) * total + len(converted) * (shared + active * size)
     assert report.active_ffn_fraction == pytest.approx(computed / (LAYERS * total))
     loaded = load_model(tmp_path / "out")
-    whole = moesaic.flops.count_macs(original, 1)
-    macs = moesaic.flops.count_macs(loaded, 1)
+    whole = moesaic.evaluate.work.count_macs(original, 1)
+    macs = moesaic.evaluate.work.count_macs(loaded, 1)
     assert macs.ffn == pytest.approx(whole.ffn * report.active_ffn_fraction)
     assert macs.attention == whole.attention
     with torch.no_grad():

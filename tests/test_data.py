@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from moesaic.data import (
+from moesaic.calibration.text import (
     encode,
     fewer_windows,
     has_heldout_split,

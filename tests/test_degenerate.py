@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import moesaic
-from moesaic.adapters import DenseFFN
-from moesaic.repair import Repair
+from moesaic.families import DenseFFN
+from moesaic.parts.repair import Repair
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.test_fitted_recipes import convert, fitted, logits
 

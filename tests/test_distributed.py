@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.load import load_model
+from moesaic.families.load import load_model
 from tests.stock_models import converted_folder
 
 pytestmark = pytest.mark.skipif(

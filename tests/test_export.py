@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import moesaic
-from moesaic.cli import main
+from moesaic.cli.main import main
 from moesaic.errors import MoesaicError
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
 from moesaic.export.folder import new_path
@@ -29,7 +29,7 @@ from moesaic.export.gguf_vocab import PRE_TOKENIZERS, read_vocabulary
 from moesaic.export.scale import choose_scale, chosen
 from moesaic.export.stock import blocks
 from moesaic.export.verify import calls
-from moesaic.load import load_model, load_tokenizer
+from moesaic.families.load import load_model, load_tokenizer
 from tests.families import VOCABULARY, tokens
 from tests.stock_models import DENSE, converted_folder, dense_model, tokenizer
 

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.adapters import find_ffns
-from moesaic.load import load_model
-from moesaic.stream import Stream
+from moesaic.calibration.hidden_states import Stream
+from moesaic.families import find_ffns
+from moesaic.families.load import load_model
 from tests.families import CONTEXT, FAMILIES, LAYERS, tiny_model, tokens
 
 CPU = torch.device("cpu")
@@ -335,7 +335,7 @@ def test_layers_with_inputs_that_depend_on_the_tokens_are_refused() -> None:
 def test_encoder_decoders_are_refused() -> None:
     from transformers import BartConfig
 
-    from moesaic.plan import make_plan
+    from moesaic.conversion.plan import make_plan
 
     with pytest.raises(moesaic.MoesaicError, match="only decoders"):
         make_plan(BartConfig(), "bart", "cmoe", "S3A3E8")

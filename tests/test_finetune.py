@@ -17,8 +17,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import checkpoint, cli
+from moesaic.cli import main as cli
 from moesaic.errors import MoesaicError
+from moesaic.families.load import load_model
 from moesaic.finetune import prepare as prepare_module
 from moesaic.finetune import run as run_module
 from moesaic.finetune.balance import measure_loads
@@ -35,7 +36,7 @@ from moesaic.finetune.lora import (
 from moesaic.finetune.masked import all_gates, masked
 from moesaic.finetune.prepare import draw_windows
 from moesaic.finetune.train import Machine, RecoveryTrainer, Settings, Trained, gather, train
-from moesaic.load import load_model
+from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.stock_models import converted_folder, dense_model, tokenizer
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import moesaic
-from moesaic.adapters import find_ffns
+from moesaic.calibration.hidden_states import Stream
+from moesaic.conversion.layer_error import LayerReport
+from moesaic.conversion.layers import convert_layers
+from moesaic.conversion.plan import make_plan
 from moesaic.errors import MoesaicError
-from moesaic.layers import convert_layers
-from moesaic.load import check_converted, load_model
-from moesaic.measure import LayerReport
-from moesaic.plan import make_plan
-from moesaic.stream import Stream
+from moesaic.families import find_ffns
+from moesaic.families.load import check_converted, load_model
 from tests.families import CONTEXT, LAYERS, tiny_model, tokens
 
 WINDOWS = tokens(8, CONTEXT, seed=1)

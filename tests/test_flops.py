@@ -17,10 +17,10 @@ from transformers import (
 )
 
 import moesaic
+from moesaic.conversion.plan import make_plan
 from moesaic.errors import MoesaicError
-from moesaic.flops import Macs, count_macs, meta_model
+from moesaic.evaluate.work import Macs, count_macs, meta_model
 from moesaic.layout import Layout
-from moesaic.plan import make_plan
 from tests.families import tokens
 from tests.mixtures import tiny_mixture
 

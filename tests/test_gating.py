@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import silu
 
 import moesaic
-from moesaic.gating import thresholds
+from moesaic.parts.thresholds import thresholds
 from tests import reference
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.test_modeling import matrices

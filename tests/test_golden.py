@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import moesaic
-from moesaic.load import load_model
+from moesaic.families.load import load_model
 from tests.families import CONTEXT, tiny_model, tokens
 
 GOLDEN = Path(__file__).with_suffix(".json")

@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import silu
 
 import moesaic
-from moesaic.adapters import find_ffns
-from moesaic.hierarchy import merged
-from moesaic.measure import LayerReport
+from moesaic.calibration.expert_inputs import Routed
+from moesaic.conversion.layer_error import LayerReport
+from moesaic.conversion.mixtures import merged
+from moesaic.families import find_ffns
 from moesaic.modeling import MoesaicHierarchy, MoesaicPairProjection
-from moesaic.routed import Routed
-from moesaic.stack import stack_experts, unstack_expert
+from moesaic.parts.stack import stack_experts, unstack_expert
 from tests import reference
 from tests.families import CONTEXT, HIDDEN, tokens
 from tests.mixtures import ACTIVE, OUTER, tiny_mixture

@@ -10,10 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from moesaic.adapters import DenseFFN
-from moesaic.importance import IMPORTANCE, contribution, observability, variance
-from moesaic.importance.observability import RIDGE
-from moesaic.profile import Profile, profile_ffn
+from moesaic.calibration.statistics import Profile, profile_ffn
+from moesaic.families import DenseFFN
+from moesaic.parts.importance import IMPORTANCE, contribution, observability, variance
+from moesaic.parts.importance.observability import RIDGE
 from tests import reference
 
 GENERATOR = np.random.default_rng(0)
@@ -58,7 +58,7 @@ def test_the_sample_is_evenly_spaced_and_bounded(
     monkeypatch: pytest.MonkeyPatch, size: int, tokens: int, stride: int
 ) -> None:
     """Whatever the blocks; and h is the hidden state, not its absolute value that marks read."""
-    monkeypatch.setattr("moesaic.profile.SAMPLE_TOKENS", 10)
+    monkeypatch.setattr("moesaic.calibration.statistics.SAMPLE_TOKENS", 10)
     ffn, x_TD = random_ffn(), torch.randn(tokens, 6)
     profile = profile_ffn(x_TD.split(size), ffn, activation_top_k=3, sample_of=tokens)
     expected = x_TD[::stride]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.inputs import HELD_OUT, Inputs
+from moesaic.calibration.ffn_inputs import HELD_OUT, Inputs
 
 CPU = torch.device("cpu")
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moesaic.routers import directions, linear
-from moesaic.routers.linear import RIDGE, STEPS, Ridge, log_energy
+from moesaic.parts.routers import directions, linear
+from moesaic.parts.routers.linear import RIDGE, STEPS, Ridge, log_energy
 from tests import reference
 
 Array = NDArray[np.float64]
-module = importlib.import_module("moesaic.routers.linear")  # its function has the same name
+module = importlib.import_module("moesaic.parts.routers.linear")  # its function has the same name
 either = pytest.mark.parametrize("absolute", [True, False])
 
 

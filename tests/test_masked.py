@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import moesaic
-from moesaic.adapters import DenseFFN, find_ffns
-from moesaic.masked import MaskedBlock, masked_view
-from moesaic.routers import expert_energies, expert_grams, oracle
+from moesaic.families import DenseFFN, find_ffns
+from moesaic.parts.masked import MaskedBlock, masked_view
+from moesaic.parts.routers import expert_energies, expert_grams, oracle
 from tests import reference
 from tests.families import CONTEXT, FAMILIES, tiny_model, tokens
 

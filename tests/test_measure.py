@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import moesaic
-from moesaic.adapters import DenseFFN, find_ffns
-from moesaic.carve import carve, neuron_rows
-from moesaic.fit import Fitted
-from moesaic.inputs import Inputs
-from moesaic.masked import masked_view
-from moesaic.measure import LayerReport, measure_layer
-from moesaic.partition import Partition
-from moesaic.plan import make_plan
-from moesaic.repair import Kept, choose_repairs
+from moesaic.calibration.ffn_inputs import Inputs
+from moesaic.conversion.layer_error import LayerReport, measure_layer
+from moesaic.conversion.plan import make_plan
+from moesaic.families import DenseFFN, find_ffns
+from moesaic.methods.fit import Fitted
+from moesaic.parts.carve import carve, neuron_rows
+from moesaic.parts.masked import masked_view
+from moesaic.parts.partition import Partition
+from moesaic.parts.repair import Kept, choose_repairs
 from tests.families import CONTEXT, tiny_model, tokens
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ def test_the_repaired_layer_has_the_error_that_the_choice_saw(family: str, inter
 
 
 def test_at_most_so_many_tokens_evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.measure.MOST_TOKENS", 10)
+    monkeypatch.setattr("moesaic.conversion.layer_error.MOST_TOKENS", 10)
     layer = random_layer()
     report = layer.report(layer.fitted(intercept=None))
     layer.x_TD = layer.x_TD[::3]

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
-from moesaic.adapters import find_ffns
-from moesaic.load import load_model
-from moesaic.stream import Stream
+from moesaic.calibration.hidden_states import Stream
+from moesaic.families import find_ffns
+from moesaic.families.load import load_model
 from tests.families import CONTEXT, LAYERS, tokens
 from tests.mixtures import MIXTURES, NEURONS, OUTER, tiny_mixture
 from tests.test_convert import files
@@ -289,7 +289,7 @@ def test_experts_are_profiled_in_batches_that_change_nothing(
     """With an expert in the middle that stays whole."""
     found = []
     for together in (10**6, 40, 1):
-        monkeypatch.setattr("moesaic.hierarchy.TOGETHER", together)
+        monkeypatch.setattr("moesaic.conversion.mixtures.TOGETHER", together)
         model, _ = moesaic.convert(
             tiny_mixture("olmoe"), "moesaic", "S3A3E8", WINDOWS, experts=[0, 2, 3]
         )
@@ -311,7 +311,7 @@ def test_a_broken_expert_is_named() -> None:
 _KILLED = """
 import os, signal, sys, torch
 import moesaic
-from moesaic import checkpoint
+from moesaic.output import draft as checkpoint
 count = 0
 def dying(function):
     def wrapped(*args, **kwargs):
@@ -434,7 +434,7 @@ def test_a_converted_mixture_is_neither_converted_again_nor_exported(tmp_path: P
     [("num_outer", 0), ("outer_active", 5), ("layers", [0, 7]), ("whole", {"0": [9]})],
 )
 def test_a_damaged_configuration_is_refused(key: str, value: Any, tmp_path: Path) -> None:
-    from moesaic.load import check_converted
+    from moesaic.families.load import check_converted
 
     model, _ = converted("mixtral")
     check_converted(model.config, "it")
@@ -449,7 +449,7 @@ def test_a_damaged_configuration_is_refused(key: str, value: Any, tmp_path: Path
 def test_the_command_line_converts_and_compares_a_mixture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moesaic.cli import main
+    from moesaic.cli.main import main
     from moesaic.demo import demo_path
 
     folder = tmp_path / "mixture"

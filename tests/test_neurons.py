@@ -20,25 +20,25 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 import moesaic
-from moesaic.adapters import DenseFFN, find_ffns
+from moesaic.conversion.plan import make_plan
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.work import count_macs, meta_model
 from moesaic.export.stock import common_reasons
+from moesaic.families import DenseFFN, find_ffns
+from moesaic.families.load import check_converted
 from moesaic.finetune.balance import refit_thresholds
 from moesaic.finetune.lora import merge, neuron_routers_of, parameter_groups, wrap
 from moesaic.finetune.masked import WIDTH, masked
 from moesaic.finetune.train import Machine, Settings, train
-from moesaic.flops import count_macs, meta_model
-from moesaic.gating import single_threshold
-from moesaic.load import check_converted
+from moesaic.methods.recipe import RECIPES, Recipe
 from moesaic.modeling import MoesaicNeurons
-from moesaic.plan import make_plan
-from moesaic.recipe import RECIPES, Recipe
-from moesaic.routers import sketch_up
+from moesaic.parts.routers import sketch_up
+from moesaic.parts.thresholds import single_threshold
 from tests import reference
 from tests.families import CONTEXT, FAMILIES, HIDDEN, LAYERS, NEURONS, tiny_model, tokens
 from tests.mixtures import tiny_mixture
 
-compare_module = importlib.import_module("moesaic.compare")  # as its function is called
+compare_module = importlib.import_module("moesaic.comparison.compare")  # as its function is called
 WINDOWS = tokens(16, CONTEXT, seed=1)
 UNGATED = {"gpt2", "opt", "gpt_neox", "phi", "starcoder2", "nemotron"}
 NAME = "moesaic-neurons"
@@ -315,7 +315,7 @@ def test_layers_share_a_budget() -> None:
 def test_a_resumed_run_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moesaic import checkpoint
+    from moesaic.output import draft as checkpoint
 
     def run(name: str, **more: Any) -> None:
         output = tmp_path / name

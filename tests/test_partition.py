@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch.nn.functional import normalize
 
-from moesaic.adapters import DenseFFN
+from moesaic.calibration.statistics import Profile, profile_ffn
 from moesaic.errors import MoesaicError
-from moesaic.grouping import balanced_kmeans
-from moesaic.importance import contribution, rate
+from moesaic.families import DenseFFN
 from moesaic.layout import Layout, Sizes
-from moesaic.partition import Partition, partition
-from moesaic.profile import Profile, profile_ffn
-from moesaic.recipe import RECIPES, Recipe
-from moesaic.routers import REPRESENTATIVE, representative
+from moesaic.methods.recipe import RECIPES, Recipe
+from moesaic.parts.grouping import balanced_kmeans
+from moesaic.parts.importance import contribution, rate
+from moesaic.parts.partition import Partition, partition
+from moesaic.parts.routers import REPRESENTATIVE, representative
 from tests import reference
 
 Columns = NDArray[np.int64]

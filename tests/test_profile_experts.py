@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from moesaic import profile, profile_experts
-from moesaic.adapters import DenseFFN
+from moesaic.calibration import expert_statistics as profile_experts
+from moesaic.calibration import statistics as profile
+from moesaic.calibration.ffn_inputs import Inputs
+from moesaic.calibration.statistics import Profile, profile_ffn
 from moesaic.errors import MoesaicError
-from moesaic.inputs import Inputs
+from moesaic.families import DenseFFN
 from moesaic.layout import Sizes
-from moesaic.partition import partition
-from moesaic.profile import Profile, profile_ffn
-from moesaic.recipe import RECIPES, Recipe
+from moesaic.methods.recipe import RECIPES, Recipe
+from moesaic.parts.partition import partition
 
 CPU = torch.device("cpu")
 TOKENS = (2, 23, 9, 57)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moesaic.adapters import DenseFFN
-from moesaic.grouping import contribution_kmeans, reassign
-from moesaic.grouping.reassign import PATIENCE
+from moesaic.calibration.statistics import SAMPLE_TOKENS, Profile, profile_ffn
+from moesaic.families import DenseFFN
 from moesaic.layout import Layout
-from moesaic.partition import partition
-from moesaic.profile import SAMPLE_TOKENS, Profile, profile_ffn
-from moesaic.recipe import RECIPES
+from moesaic.methods.recipe import RECIPES
+from moesaic.parts.grouping import contribution_kmeans, reassign
+from moesaic.parts.grouping.reassign import PATIENCE
+from moesaic.parts.partition import partition
 from tests import reference
 
 Array = NDArray[np.float64]

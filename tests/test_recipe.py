@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moesaic.errors import MoesaicError
-from moesaic.grouping import GROUPING
-from moesaic.importance import IMPORTANCE
-from moesaic.recipe import RECIPES, Recipe, load_recipe, recipe_yaml
-from moesaic.routers import ROUTERS
+from moesaic.methods.recipe import RECIPES, Recipe, load_recipe, recipe_yaml
+from moesaic.parts.grouping import GROUPING
+from moesaic.parts.importance import IMPORTANCE
+from moesaic.parts.routers import ROUTERS
 
 MINIMAL = "importance: rate\ngrouping: random\nrouter: random\n"
 

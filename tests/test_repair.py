@@ -13,14 +13,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from moesaic.repair import Moments, least_squares, mean_compensation
-from moesaic.repair.least_squares import RIDGES
-from moesaic.repair.moments import Residual
+from moesaic.parts.repair import Moments, least_squares, mean_compensation
+from moesaic.parts.repair.least_squares import RIDGES
+from moesaic.parts.repair.moments import Residual
 from tests import reference
 
 Array = NDArray[np.float64]
 CPU = torch.device("cpu")
-module = importlib.import_module("moesaic.repair.least_squares")  # as its function is called
+module = importlib.import_module("moesaic.parts.repair.least_squares")  # as its function is called
 intercepts = pytest.mark.parametrize("intercept", [True, False])
 
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.adapters import DenseFFN
-from moesaic.inputs import Inputs
-from moesaic.repair import Kept, Repair, choose_repairs
-from moesaic.repair.least_squares import RIDGES, TOKENS_PER_NEURON
+from moesaic.calibration.ffn_inputs import Inputs
+from moesaic.families import DenseFFN
+from moesaic.parts.repair import Kept, Repair, choose_repairs
+from moesaic.parts.repair.least_squares import RIDGES, TOKENS_PER_NEURON
 
 CPU = torch.device("cpu")
 intercepts = pytest.mark.parametrize("intercept", [True, False])

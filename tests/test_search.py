@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesaic
-from moesaic.adapters import find_ffns
+from moesaic.conversion.layout_search import choose_plan, find_plan
+from moesaic.conversion.plan import Plan, make_plans
 from moesaic.errors import MoesaicError
+from moesaic.families import find_ffns
 from moesaic.layout import GRAINS, layouts_for
-from moesaic.plan import Plan, make_plans
-from moesaic.search import choose_plan, find_plan
 from tests.families import tiny_model
 
 

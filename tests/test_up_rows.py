@@ -11,10 +11,10 @@ import torch
 
 import moesaic
 from moesaic.errors import MoesaicError
-from moesaic.repair.up_rows import refit_up
+from moesaic.parts.repair.up_rows import refit_up
 from tests.families import tiny_model, tokens
 
-module = importlib.import_module("moesaic.repair.up_rows")
+module = importlib.import_module("moesaic.parts.repair.up_rows")
 
 
 def problem(seed: int = 0) -> tuple[torch.Tensor, ...]:

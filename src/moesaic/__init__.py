@@ -1,15 +1,15 @@
 """moesaic turns a dense language model into a Mixture-of-Experts, without training."""
 
 from moesaic._version import __version__
-from moesaic.compare import compare
-from moesaic.convert import convert
+from moesaic.comparison.compare import compare
+from moesaic.conversion.convert import convert
+from moesaic.conversion.report import ConversionReport
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.export import ExportReport, explain, export
 from moesaic.finetune import FinetuneReport, finetune
 from moesaic.layout import Layout
-from moesaic.recipe import RECIPES, Recipe, load_recipe
-from moesaic.report import ConversionReport
+from moesaic.methods.recipe import RECIPES, Recipe, load_recipe
 
 __all__ = [
     "RECIPES",

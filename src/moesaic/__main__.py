@@ -1,3 +1,3 @@
-from moesaic.cli import main
+from moesaic.cli.main import main
 
 main()

@@ -15,15 +15,42 @@ __all__ = ["DEMO_SPLITS", "demo_documents", "demo_path"]
 
 # Whole top-level modules, all present from Python 3.11 on; no document is in two splits.
 _HELDOUT = {
-    "argparse", "difflib", "ftplib", "http", "ipaddress", "optparse", "pickle",
-    "shutil", "statistics", "tarfile", "threading", "wsgiref",
-}  # fmt: skip
+    "argparse",
+    "difflib",
+    "ftplib",
+    "http",
+    "ipaddress",
+    "optparse",
+    "pickle",
+    "shutil",
+    "statistics",
+    "tarfile",
+    "threading",
+    "wsgiref",
+}
 _CALIBRATION = {
-    "ast", "configparser", "dataclasses", "doctest", "inspect", "json", "mailbox",
-    "pathlib", "pdb", "smtplib", "subprocess", "zipfile",
-}  # fmt: skip
+    "ast",
+    "configparser",
+    "dataclasses",
+    "doctest",
+    "inspect",
+    "json",
+    "mailbox",
+    "pathlib",
+    "pdb",
+    "smtplib",
+    "subprocess",
+    "zipfile",
+}
 # Generated tables, other people's packages, and tests, which would leak the held-out modules.
-_SKIPPED = {"encodings", "pydoc_data", "site-packages", "dist-packages", "test", "tests"}
+_SKIPPED = {
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+}
 
 DEMO_SPLITS = ("train", "calibration", "heldout")
 
@@ -46,7 +73,9 @@ def demo_documents(split: str) -> list[str]:
     split that is not one of `DEMO_SPLITS`. Reads about 10 MB (train) or 0.8 MB of files.
     """
     if split not in DEMO_SPLITS:
-        raise ValueError(f"demo text has the splits {', '.join(DEMO_SPLITS)}; got {split!r}")
+        raise ValueError(
+            f"demo text has the splits {', '.join(DEMO_SPLITS)}; got {split!r}"
+        )
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
     for path in sorted(root.rglob("*.py")):

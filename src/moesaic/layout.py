@@ -42,9 +42,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.num_shared < 0:
-            raise MoesaicError(f"layout {self}: the number of shared experts is at least 0")
+            raise MoesaicError(
+                f"layout {self}: the number of shared experts is at least 0"
+            )
         if self.num_active < 1:
-            raise MoesaicError(f"layout {self}: at least one routed expert must run (A >= 1)")
+            raise MoesaicError(
+                f"layout {self}: at least one routed expert must run (A >= 1)"
+            )
         if self.num_total <= self.num_shared:
             raise MoesaicError(
                 f"layout {self}: {self.num_shared} shared of {self.num_total} experts leave none "
@@ -94,7 +98,10 @@ GRAINS = {"coarse": 16, "medium": 32, "fine": 128}
 
 
 def layouts_for(
-    sparsity: float, intermediate_size: int, grain: str = "medium", experts: int | None = None
+    sparsity: float,
+    intermediate_size: int,
+    grain: str = "medium",
+    experts: int | None = None,
 ) -> list[Layout]:
     """Layouts that leave out `sparsity` of the neurons for a token, the usual one first.
 
@@ -106,7 +113,9 @@ def layouts_for(
     if grain not in GRAINS:
         raise unknown("grain", grain, GRAINS)
     if not 0 < sparsity < 1:
-        raise MoesaicError(f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter")
+        raise MoesaicError(
+            f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter"
+        )
     found: dict[str, Layout] = {}
     counts = [experts] if experts else [GRAINS[grain], GRAINS[grain] // 2]
     for count in counts:

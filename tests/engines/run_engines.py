@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import moesaic
-from moesaic.data import to_ids
+from moesaic.calibration.text import to_ids
 from moesaic.demo import demo_path
-from moesaic.load import load_model, load_tokenizer
+from moesaic.families.load import load_model, load_tokenizer
 from tests.stock_models import dense_model, tokenizer
 
 HERE = Path(__file__).parent

@@ -37,12 +37,16 @@ def perplexity(
     fewer than two tokens, ids outside the vocabulary and a loss that is not finite.
     """
     if sequence_length < 2:
-        raise MoesaicError(f"windows of {sequence_length} tokens predict nothing; take 2 or more")
+        raise MoesaicError(
+            f"windows of {sequence_length} tokens predict nothing; take 2 or more"
+        )
     if max_tokens is not None and max_tokens < 0:
         raise MoesaicError(f"at most {max_tokens} tokens is fewer than none")
     ids = ids[:max_tokens]
     if len(ids) < 2:
-        raise MoesaicError(f"perplexity needs at least 2 tokens, the text has {len(ids)}")
+        raise MoesaicError(
+            f"perplexity needs at least 2 tokens, the text has {len(ids)}"
+        )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
         raise MoesaicError(
@@ -63,7 +67,9 @@ def perplexity(
         if progress is not None:
             progress(ids_BL.numel())
     if not math.isfinite(total):
-        raise MoesaicError(f"the model's loss is {total / count}: its weights or activations broke")
+        raise MoesaicError(
+            f"the model's loss is {total / count}: its weights or activations broke"
+        )
     return math.exp(min(total / count, 700.0)), count
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from moesaic.data import to_ids
+from moesaic.calibration.text import to_ids
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
-from moesaic.flops import active_ffn_fraction
-from moesaic.load import load_config, load_model, load_tokenizer, window_length
+from moesaic.evaluate.work import active_ffn_fraction
+from moesaic.families.load import load_config, load_model, load_tokenizer, window_length
 
 
 def evaluate(
@@ -40,11 +40,15 @@ def evaluate(
         base = getattr(configs[0], "moesaic", {}).get("base_model", model)
         text = ["demo" if base == "demo" else "wikitext2"]
     if max_tokens is not None and max_tokens < 2:
-        raise MoesaicError(f"at most {max_tokens} tokens predict nothing; take 2 or more")
+        raise MoesaicError(
+            f"at most {max_tokens} tokens predict nothing; take 2 or more"
+        )
     texts = []
     for name in names:
         tokenizer = load_tokenizer(name, trust_remote_code)
-        texts.append({source: to_ids(source, tokenizer, heldout=True) for source in text})
+        texts.append(
+            {source: to_ids(source, tokenizer, heldout=True) for source in text}
+        )
     for source in text:
         if not torch.equal(texts[0][source], texts[-1][source]):
             raise MoesaicError(
@@ -66,5 +70,7 @@ def evaluate(
     if against is not None:
         dense = rows[1]
         result["against"] = dense
-        result["ratio"] = {s: result["perplexity"][s] / dense["perplexity"][s] for s in text}
+        result["ratio"] = {
+            s: result["perplexity"][s] / dense["perplexity"][s] for s in text
+        }
     return result

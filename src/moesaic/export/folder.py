@@ -21,12 +21,16 @@ def check_new(output: Path, suffix: str) -> None:
     if os.path.lexists(output):
         raise MoesaicError(f"output {output} exists; choose another")
     if suffix and output.suffix != suffix:
-        raise MoesaicError(f"output {output} is one file for llama.cpp; call it NAME{suffix}")
+        raise MoesaicError(
+            f"output {output} is one file for llama.cpp; call it NAME{suffix}"
+        )
     parent = output.absolute().parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise MoesaicError(f"output {output}: {parent} is no folder that may be written")
+        raise MoesaicError(
+            f"output {output}: {parent} is no folder that may be written"
+        )
 
 
 @contextmanager
@@ -38,7 +42,9 @@ def new_path(output: Path) -> Iterator[Path]:
     made = [parent for parent in output.absolute().parents if not parent.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f"{output.name}.partial-", dir=output.parent))
+        work = Path(
+            tempfile.mkdtemp(prefix=f"{output.name}.partial-", dir=output.parent)
+        )
     except OSError as error:
         raise MoesaicError(f"cannot write beside {output}: {error}") from error
     try:
@@ -55,7 +61,9 @@ def new_path(output: Path) -> Iterator[Path]:
             raise MoesaicError(f"output {output} exists by now; choose another")
         part.rename(output)
     except (OSError, SafetensorError) as error:
-        raise MoesaicError(f"cannot write {output}: {error}; nothing is left of it") from error
+        raise MoesaicError(
+            f"cannot write {output}: {error}; nothing is left of it"
+        ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
         for parent in made if not output.exists() else ():
@@ -85,10 +93,16 @@ def export_card(report: Any, config: Any, licence: str | None) -> str:
     ]
     if (found := report.comparison) is not None:
         rows += [
-            ("Logits", f"differ by {found.mean:.1e} of their rms, at most {found.largest:.1e}"),
-            ("Perplexity", f"{found.perplexity:.4f}, before the export "
-                           f"{found.original_perplexity:.4f}"),
-        ]  # fmt: skip
+            (
+                "Logits",
+                f"differ by {found.mean:.1e} of their rms, at most {found.largest:.1e}",
+            ),
+            (
+                "Perplexity",
+                f"{found.perplexity:.4f}, before the export "
+                f"{found.original_perplexity:.4f}",
+            ),
+        ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""---
 {yaml.safe_dump(front | {"tags": ["moesaic", "mixture-of-experts"]}, sort_keys=False).strip()}

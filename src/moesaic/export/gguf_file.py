@@ -15,10 +15,18 @@ from moesaic.errors import MoesaicError
 from moesaic.export.gguf_vocab import read_vocabulary
 from moesaic.export.stock import dense_layers, sliding_layers
 
-ARCHITECTURES = {"glm4_moe": gguf.MODEL_ARCH.GLM4_MOE, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE}
+ARCHITECTURES = {
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+}
 OWN = ("float16", "q8_0")  # dtypes that folders are not written in
 DTYPES = ("auto", "float32", "bfloat16", *OWN)
-_KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16, "float16": Kind.F16, "q8_0": Kind.Q8_0}
+_KINDS = {
+    "float32": Kind.F32,
+    "bfloat16": Kind.BF16,
+    "float16": Kind.F16,
+    "q8_0": Kind.Q8_0,
+}
 _FILE_TYPES = {
     Kind.F32: gguf.LlamaFileType.ALL_F32,
     Kind.BF16: gguf.LlamaFileType.MOSTLY_BF16,
@@ -33,7 +41,9 @@ def supports(config: Any, tokenizer: Any, architecture: str) -> list[str]:
     reasons = []
     rope = config.rope_parameters["rope_type"]
     if rope not in ("default", "linear"):
-        reasons.append(f"its rope scaling is {rope}; GGUF is written for none and linear")
+        reasons.append(
+            f"its rope scaling is {rope}; GGUF is written for none and linear"
+        )
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if architecture == "qwen2_moe":
@@ -83,9 +93,12 @@ def write(path: Path, stock: Any, tokenizer: Any, dtype: str) -> None:
         plain = kinds[key] in (Kind.F32, Kind.F16)
         form = np.dtype(np.float32 if kinds[key] == Kind.F32 else np.float16)
         writer.add_tensor_info(
-            key, shape if plain else stored, form if plain else np.dtype(np.uint8),
-            int(np.prod(stored)), raw_dtype=kinds[key],
-        )  # fmt: skip
+            key,
+            shape if plain else stored,
+            form if plain else np.dtype(np.uint8),
+            int(np.prod(stored)),
+            raw_dtype=kinds[key],
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -108,7 +121,9 @@ def _add_shape(writer: Any, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_dimension_count(
+        int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    )
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -124,7 +139,9 @@ def _add_shape(writer: Any, config: Any) -> None:
         writer.add_nextn_predict_layers(0)
     else:
         writer.add_expert_count(config.num_experts)
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(
+            config.shared_expert_intermediate_size
+        )
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
@@ -166,16 +183,22 @@ def _shapes(stock: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     return ((key, tuple(tensor.shape)) for key, tensor in _tensors(stock, "meta"))
 
 
-def _tensors(stock: Any, device: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    stock: Any, device: str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor under GGUF's name for it, in one order; on `meta`, for its shape alone."""
     config = stock.config
-    names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(
+        ARCHITECTURES[config.model_type], config.num_hidden_layers
+    )
     ours = config.model_type == "qwen2_moe"
     for key, tensor in stock.state_dict().items():
         tensor = tensor if device is None else tensor.to(device)
         stem, _, suffix = key.rpartition(".")
         if key.endswith("mlp.experts.gate_up_proj"):
-            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
+            for part, half in zip(
+                ("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True
+            ):
                 yield f"{names.get_name(f'{stem}.{part}')}.weight", half
         elif key.endswith("mlp.experts.down_proj"):
             # llama.cpp does not normalise the gates of qwen2moe: softmax leaves 1/R, not 1/K.
@@ -184,7 +207,10 @@ def _tensors(stock: Any, device: str | None = None) -> Iterator[tuple[str, torch
         elif key.endswith("e_score_correction_bias"):
             yield f"{names.get_name(key.removesuffix('_bias'))}.bias", tensor
         elif key.endswith("shared_expert_gate.weight"):
-            yield f"{names.get_name(stem)}.weight", torch.full_like(tensor[0], _SHARED_GATE)
+            yield (
+                f"{names.get_name(stem)}.weight",
+                torch.full_like(tensor[0], _SHARED_GATE),
+            )
         else:
             name = names.get_name(stem)
             if name is None:

@@ -41,14 +41,20 @@ def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise MoesaicError("its tokenizer is not of the tokenizers library (tokenizer.json)")
+        raise MoesaicError(
+            "its tokenizer is not of the tokenizers library (tokenizer.json)"
+        )
     spec = json.loads(backend.to_str())
     model = spec["model"]
     if model["type"] != "BPE":
-        raise MoesaicError(f"its tokenizer is {model['type']}, GGUF is written for BPE only")
+        raise MoesaicError(
+            f"its tokenizer is {model['type']}, GGUF is written for BPE only"
+        )
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     if any(merge.count(" ") != 1 for merge in merges):
-        raise MoesaicError("its tokenizer merges tokens with spaces, which GGUF cannot hold")
+        raise MoesaicError(
+            "its tokenizer merges tokens with spaces, which GGUF cannot hold"
+        )
     by_id = {index: token for token, index in model["vocab"].items()}
     added = {token["id"]: token for token in spec["added_tokens"]}
     sentencepiece = bool(model.get("byte_fallback"))
@@ -71,7 +77,13 @@ def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     if sentencepiece:
         _check_sentencepiece(spec)
         return Vocabulary(
-            "llama", "default", tokens, types, _scores(tokens, merges), None, _space_prefix(spec)
+            "llama",
+            "default",
+            tokens,
+            types,
+            _scores(tokens, merges),
+            None,
+            _space_prefix(spec),
         )
     return Vocabulary("gpt2", _pre(spec), tokens, types, None, merges, False)
 
@@ -79,7 +91,9 @@ def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 def _pre(spec: dict[str, Any]) -> str:
     """llama.cpp's name for how a byte-level tokenizer cuts text before it merges."""
     if (spec["normalizer"] or {"type": "NFC"})["type"] != "NFC":
-        raise MoesaicError(f"its tokenizer changes text by {spec['normalizer']['type']} first")
+        raise MoesaicError(
+            f"its tokenizer changes text by {spec['normalizer']['type']} first"
+        )
     parts = _parts(spec["pre_tokenizer"], "pretokenizers")
     kinds = [part["type"] for part in parts]
     pattern = None
@@ -108,7 +122,9 @@ def _check_sentencepiece(spec: dict[str, Any]) -> None:
             raise MoesaicError(f"its tokenizer changes text by {step['type']} first")
     for step in _parts(spec["pre_tokenizer"], "pretokenizers"):
         if step["type"] != "Metaspace":
-            raise MoesaicError(f"its tokenizer cuts text by {step['type']} before it merges")
+            raise MoesaicError(
+                f"its tokenizer cuts text by {step['type']} before it merges"
+            )
 
 
 def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
@@ -124,11 +140,16 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
-    return [-float(ranks[token]) if token in ranks else -float(len(ranks)) for token in tokens]
+    return [
+        -float(ranks[token]) if token in ranks else -float(len(ranks))
+        for token in tokens
+    ]
 
 
 def _space_prefix(spec: dict[str, Any]) -> bool:
     found = json.dumps([spec["normalizer"], spec["pre_tokenizer"]], ensure_ascii=False)
-    return '"Prepend"' in found or '"prepend_scheme": "always"' in found or (
-        '"prepend_scheme": "first"' in found
-    )  # fmt: skip
+    return (
+        '"Prepend"' in found
+        or '"prepend_scheme": "always"' in found
+        or ('"prepend_scheme": "first"' in found)
+    )

@@ -98,7 +98,11 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
     moe = model.config.moesaic
     size = _shared_experts(moe) * moe["padded_size"]
     for layer, block, factor in zip(moe["layers"], blocks(model), factors, strict=True):
-        router, experts, place = block.router, block.experts, f"model.layers.{layer}.mlp."
+        router, experts, place = (
+            block.router,
+            block.experts,
+            f"model.layers.{layer}.mlp.",
+        )
         state[f"{place}gate.weight"] = router.score_proj.weight * factor
         bias_R = router.selection_bias.float() * factor / 4
         state[f"{place}gate.e_score_correction_bias"] = bias_R
@@ -111,7 +115,10 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
 
 def _head_dims(config: Any) -> tuple[int, int]:
     """Dimensions of a head, and those that are written; a norm over a head leaves it as it is."""
-    own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own = (
+        getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
     return own, own if config.base_model_type == "qwen3" else max(own, NARROWEST)
 
 

@@ -25,7 +25,9 @@ def supports(config: Any) -> list[str]:
     """Why this architecture cannot hold a converted model; empty where it can."""
     reasons = common_reasons(config)
     if config.base_model_type == "qwen3":
-        reasons.append("its queries and keys are normalised, those of qwen2_moe are not")
+        reasons.append(
+            "its queries and keys are normalised, those of qwen2_moe are not"
+        )
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1:
         reasons.append("it rotates a part of each head, qwen2_moe all of it")
     return reasons
@@ -43,7 +45,9 @@ def warnings(config: Any) -> list[str]:
     if (getattr(config, "head_dim", None) or config.hidden_size // heads) * heads != (
         config.hidden_size
     ):
-        found.append("vLLM's qwen2_moe wants heads * head_dim = hidden_size: it will not load")
+        found.append(
+            "vLLM's qwen2_moe wants heads * head_dim = hidden_size: it will not load"
+        )
     return found
 
 
@@ -62,7 +66,9 @@ def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
         qkv_bias=True,  # vLLM's always has them: zeros where the model has none
         use_sliding_window=any(slides),
         sliding_window=config.sliding_window if any(slides) else None,
-        layer_types=["sliding_attention" if slide else "full_attention" for slide in slides],
+        layer_types=[
+            "sliding_attention" if slide else "full_attention" for slide in slides
+        ],
         moe_intermediate_size=moe["padded_size"],
         shared_expert_intermediate_size=_shared_size(moe),
         num_experts=moe["num_routed"],
@@ -82,10 +88,16 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
     state = common_state(model)
     for name, weight in list(state.items()):
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            state.setdefault(name.replace("weight", "bias"), weight.new_zeros(len(weight)))
+            state.setdefault(
+                name.replace("weight", "bias"), weight.new_zeros(len(weight))
+            )
     moe = model.config.moesaic
     for layer, block, factor in zip(moe["layers"], blocks(model), factors, strict=True):
-        router, experts, place = block.router, block.experts, f"model.layers.{layer}.mlp."
+        router, experts, place = (
+            block.router,
+            block.experts,
+            f"model.layers.{layer}.mlp.",
+        )
         state[f"{place}gate.weight"] = router.score_proj.weight * factor
         state[f"{place}experts.gate_up_proj"] = experts.gate_up_proj
         state[f"{place}experts.down_proj"] = experts.down_proj * moe["num_active"]
@@ -93,7 +105,9 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
             scaled = weight * 2 if name == "down_proj.weight" else weight
             state[f"{place}shared_expert.{name}"] = scaled
         hidden = experts.down_proj.shape[1]
-        state[f"{place}shared_expert_gate.weight"] = experts.down_proj.new_zeros(1, hidden)
+        state[f"{place}shared_expert_gate.weight"] = experts.down_proj.new_zeros(
+            1, hidden
+        )
     return state
 
 

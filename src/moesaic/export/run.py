@@ -14,15 +14,21 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from moesaic.card import licence_of
-from moesaic.data import to_ids
+from moesaic.calibration.text import to_ids
 from moesaic.errors import MoesaicError, unknown
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe
 from moesaic.export.folder import check_new, export_card, new_path
 from moesaic.export.scale import Scale, choose_scale
 from moesaic.export.stock import blocks, check_converted_model
 from moesaic.export.verify import Comparison, compare_models, router_inputs
-from moesaic.load import load_config, load_model, load_tokenizer, resolve, window_length
+from moesaic.families.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve,
+    window_length,
+)
+from moesaic.output.model_card import licence_of
 
 TARGETS: dict[str, ModuleType] = {"glm4_moe": glm4_moe, "qwen2_moe": qwen2_moe}
 # GGUF holds either; llama.cpp has known qwen2moe for longer.
@@ -101,7 +107,9 @@ def export(
             )
         raise unknown("dtype", dtype, known)
     if epsilon is not None and not 2.0**-24 < epsilon < 1:
-        raise MoesaicError(f"epsilon {epsilon} is outside (2^-24, 1); auto chooses about 2^-10")
+        raise MoesaicError(
+            f"epsilon {epsilon} is outside (2^-24, 1); auto chooses about 2^-10"
+        )
     path = Path(output)
     check_new(path, ".gguf" if one_file else "")
     config = load_config(model, trust_remote_code)
@@ -128,25 +136,35 @@ def export(
     route = gguf_file.qwen2moe_route if format == "gguf-qwen2moe" else target.route
     scales = [
         choose_scale(
-            x_TD, block.router.score_proj.weight, block.router.selection_bias,
-            config.moesaic["num_active"], route, epsilon,
+            x_TD,
+            block.router.score_proj.weight,
+            block.router.selection_bias,
+            config.moesaic["num_active"],
+            route,
+            epsilon,
         )
         for x_TD, block in zip(
-            router_inputs(loaded, probe_ids[:PROBE_TOKENS], length), blocks(loaded), strict=True
+            router_inputs(loaded, probe_ids[:PROBE_TOKENS], length),
+            blocks(loaded),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
     stock = _build(target, loaded, [scale.factor for scale in scales], model)
     with new_path(path) as part:
         progress(f"writing {path}")
         if one_file:
-            gguf_file.write(part, stock, tokenizer, own_dtype if dtype == "auto" else dtype)
+            gguf_file.write(
+                part, stock, tokenizer, own_dtype if dtype == "auto" else dtype
+            )
         else:
             stock.save_pretrained(part, max_shard_size=SHARD_SIZE)
             tokenizer.save_pretrained(part)
             # What was written counts, not what was meant to be.
             stock = AutoModelForCausalLM.from_pretrained(part, dtype="auto").eval()
         progress("comparing with the original")
-        quick = compare_models(loaded, stock, probe_ids[: 2 * length], length, 2 * length)
+        quick = compare_models(
+            loaded, stock, probe_ids[: 2 * length], length, 2 * length
+        )
         if not quick.mean < UNFAITHFUL:
             changed = max(scale.changed for scale in scales)
             gates = max(scale.gate_error for scale in scales)
@@ -209,17 +227,25 @@ def _check(model: str | Path, format: str, reasons: list[str]) -> None:
         raise MoesaicError(f"{model} does not fit {format}: {'; '.join(reasons)}")
 
 
-def _build(target: ModuleType, model: Any, factors: list[float], name: str | Path) -> Any:
+def _build(
+    target: ModuleType, model: Any, factors: list[float], name: str | Path
+) -> Any:
     """The stock model, around the converted one's tensors."""
     config = target.stock_config(model.config, model.dtype)
     with init_empty_weights(include_buffers=False):
         stock = AutoModelForCausalLM.from_config(config)
-    state = {key: tensor.detach() for key, tensor in target.stock_state(model, factors).items()}
+    state = {
+        key: tensor.detach()
+        for key, tensor in target.stock_state(model, factors).items()
+    }
     missing, unexpected = stock.load_state_dict(state, strict=False, assign=True)
     stock.tie_weights()
     missing = [key for key in missing if key not in stock.all_tied_weights_keys]
     if missing or unexpected:
-        key, what = (missing or unexpected)[0], "asks for" if missing else "has no place for"
+        key, what = (
+            (missing or unexpected)[0],
+            "asks for" if missing else "has no place for",
+        )
         raise MoesaicError(f"{name} does not fit: {config.model_type} {what} {key}")
     stock.generation_config = model.generation_config
     return stock.eval()
@@ -233,12 +259,17 @@ def _stored(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
                     if key.endswith(("expert_scale", "selection_bias")):
                         yield key, shard.get_tensor(key)
         except (OSError, SafetensorError) as error:
-            raise MoesaicError(f"cannot read {path}: {error}; fetch the model again") from error
+            raise MoesaicError(
+                f"cannot read {path}: {error}; fetch the model again"
+            ) from error
 
 
 def _trained(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Which of the two parts of a router that a conversion leaves at zero are not."""
     names = ("expert_scale", "selection_bias")
     return {
-        name for key, tensor in tensors for name in names if key.endswith(name) and tensor.any()
+        name
+        for key, tensor in tensors
+        for name in names
+        if key.endswith(name) and tensor.any()
     }

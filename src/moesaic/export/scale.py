@@ -42,7 +42,9 @@ class Scale:
 
 def chosen(index_TK: torch.Tensor, num_routed: int) -> torch.Tensor:
     """Whether each expert runs (T, R)."""
-    none_TR = torch.zeros(len(index_TK), num_routed, dtype=torch.bool, device=index_TK.device)
+    none_TR = torch.zeros(
+        len(index_TK), num_routed, dtype=torch.bool, device=index_TK.device
+    )
     return none_TR.scatter_(1, index_TK, True)
 
 
@@ -71,9 +73,15 @@ def choose_scale(
     best = None
     for exponent in exponents:
         factor = 2.0 ** (exponent - round(math.log2(spread)))
-        index_TK, gate_TK = route(x_TD @ (weight_RD * factor).T, bias_R * factor, num_active)
-        changed = (chosen(index_TK, len(weight_RD)) != own_TR).any(1).double().mean().item()
-        found = Scale(factor, (gate_TK.double() - 1).square().mean().sqrt().item(), changed)
+        index_TK, gate_TK = route(
+            x_TD @ (weight_RD * factor).T, bias_R * factor, num_active
+        )
+        changed = (
+            (chosen(index_TK, len(weight_RD)) != own_TR).any(1).double().mean().item()
+        )
+        found = Scale(
+            factor, (gate_TK.double() - 1).square().mean().sqrt().item(), changed
+        )
         few = best is None or best.changed <= MOST_CHANGED
         if best is not None and found.gate_error > (1 if few else 8) * GATE_ERROR:
             break

@@ -79,14 +79,19 @@ def sliding_layers(config: Any) -> list[bool]:
     used = getattr(config, "use_sliding_window", True)
     if not window or not used or window >= config.max_position_embeddings:
         return [False] * config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention"] * config.num_hidden_layers
+    )
     return [kind == "sliding_attention" for kind in kinds]
 
 
 def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The attributes that a stock configuration takes over as they are."""
     rope = dict(config.rope_parameters)
-    rope.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
+    rope.setdefault(
+        "partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0
+    )
     heads = config.num_attention_heads
     return {
         "vocab_size": config.vocab_size,
@@ -128,7 +133,10 @@ def common_state(model: Any) -> dict[str, torch.Tensor]:
         elif name.endswith("qkv_proj.weight"):
             dim = getattr(config, "head_dim", None)
             dim = dim or config.hidden_size // config.num_attention_heads
-            queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+            queries, keys = (
+                config.num_attention_heads * dim,
+                config.num_key_value_heads * dim,
+            )
             parts = tensor.split([queries, keys, keys])
             for letter, part in zip("qkv", parts, strict=True):
                 state[name.replace("qkv_proj", f"{letter}_proj")] = part
@@ -142,14 +150,18 @@ def common_state(model: Any) -> dict[str, torch.Tensor]:
 def dense_layers(config: Any) -> list[int]:
     """The layers that a conversion has left as they were."""
     converted = set(config.moesaic["layers"])
-    return [layer for layer in range(config.num_hidden_layers) if layer not in converted]
+    return [
+        layer for layer in range(config.num_hidden_layers) if layer not in converted
+    ]
 
 
 def blocks(model: Any) -> list[Any]:
     """The MoE block of every converted layer."""
     base = getattr(model, model.base_model_prefix)
     moe = model.config.moesaic
-    return [base.get_submodule(moe["ffn"]["path"].format(layer)) for layer in moe["layers"]]
+    return [
+        base.get_submodule(moe["ffn"]["path"].format(layer)) for layer in moe["layers"]
+    ]
 
 
 def shared_weights(block: Any, size: int) -> dict[str, torch.Tensor]:

@@ -51,14 +51,20 @@ def compare_models(
         with calls([block.router for block in layers]) as own:
             own_LV = model(input_ids=window_L[None], use_cache=False).logits[0].float()
         with calls([layer.mlp.gate for layer in stock_layers]) as routed:
-            stock_LV = stock(input_ids=window_L[None], use_cache=False).logits[0].float()
+            stock_LV = (
+                stock(input_ids=window_L[None], use_cache=False).logits[0].float()
+            )
         difference_LV = (own_LV - stock_LV).abs()
         largest = max(largest, difference_LV.max().item())
         total += difference_LV.sum(dtype=torch.float64).item() / own_LV.shape[1]
         energy += own_LV.square().mean(1).sum(dtype=torch.float64).item()
-        for layer, ((_, (own_TK, _)), (_, output)) in enumerate(zip(own, routed, strict=True)):
+        for layer, ((_, (own_TK, _)), (_, output)) in enumerate(
+            zip(own, routed, strict=True)
+        ):
             own_TR = chosen(own_TK, moe["num_routed"])
-            differ[layer] += (own_TR != chosen(output[2], moe["num_routed"])).any(1).sum().item()
+            differ[layer] += (
+                (own_TR != chosen(output[2], moe["num_routed"])).any(1).sum().item()
+            )
     tokens = windows_NL.numel()
     rms = max((energy / tokens) ** 0.5, 1e-30)
     return Comparison(
@@ -76,7 +82,9 @@ def calls(modules: list[Any]) -> Iterator[list[tuple[torch.Tensor, Any]]]:
     """What each module is given and gives, in their order."""
     seen: list[tuple[torch.Tensor, Any]] = []
     handles = [
-        module.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+        module.register_forward_hook(
+            lambda module, args, output: seen.append((args[0], output))
+        )
         for module in modules
     ]
     try:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from moesaic.finetune.lora import active_copy, named_routers, routers_of
-from moesaic.gating import budget_thresholds, single_threshold
 from moesaic.modeling import MoesaicNeurons, choose_experts
+from moesaic.parts.thresholds import budget_thresholds, single_threshold
 
 BATCH_TOKENS = 2048
 
@@ -41,7 +41,9 @@ class Loads:
     def to_dict(self) -> list[dict[str, Any]]:
         """Per group: pairs per token, each expert's share, largest over mean, dead experts."""
         rows = []
-        groups = zip(self.names, self.count_LR.double(), self.tokens_L.tolist(), strict=True)
+        groups = zip(
+            self.names, self.count_LR.double(), self.tokens_L.tolist(), strict=True
+        )
         for name, count_R, tokens in groups:
             share_R = count_R / count_R.sum().clamp(min=1)
             even = 1 / len(share_R)
@@ -90,20 +92,26 @@ def chosen(
     row, expert = (output[0], output[1]) if pairs else (None, output[0])
     if bias.ndim == 2:  # a group for each outer expert; the second argument says which
         group_P = args[1]
-        expert = expert + len(bias[0]) * (group_P[:, None] if row is None else group_P[row])
+        expert = expert + len(bias[0]) * (
+            group_P[:, None] if row is None else group_P[row]
+        )
         ones_P = torch.ones_like(group_P)
         tokens_G = group_P.new_zeros(len(bias)).scatter_add_(0, group_P, ones_P)
     else:
         tokens_G = expert.new_tensor([len(args[0])])
     expert = expert.flatten()
-    count = expert.new_zeros(bias.numel()).scatter_add_(0, expert, torch.ones_like(expert))
+    count = expert.new_zeros(bias.numel()).scatter_add_(
+        0, expert, torch.ones_like(expert)
+    )
     return count.view(len(tokens_G), -1), tokens_G
 
 
 class Balancer:
     """Counts which experts run during training steps, and moves every layer's selection bias."""
 
-    def __init__(self, model: Any, rate: float, centre: list[torch.Tensor], bound_L: torch.Tensor):
+    def __init__(
+        self, model: Any, rate: float, centre: list[torch.Tensor], bound_L: torch.Tensor
+    ):
         self.routers, self.rate = routers_of(model), rate
         self.centre, self.bound_L = centre, bound_L
         self.counting = False
@@ -112,7 +120,9 @@ class Balancer:
         self.clear()
 
     def clear(self) -> None:
-        grouped = [r.selection_bias.view(-1, r.selection_bias.shape[-1]) for r in self.routers]
+        grouped = [
+            r.selection_bias.view(-1, r.selection_bias.shape[-1]) for r in self.routers
+        ]
         self.count = [torch.zeros_like(bias_GR) for bias_GR in grouped]
         self.tokens = [torch.zeros_like(bias_GR[:, 0]) for bias_GR in grouped]
 
@@ -146,20 +156,30 @@ class Balancer:
             dist.all_reduce(sums)
         found = [
             values.view(part.shape)
-            for values, part in zip(sums.split([p.numel() for p in parts]), parts, strict=True)
+            for values, part in zip(
+                sums.split([p.numel() for p in parts]), parts, strict=True
+            )
         ]
         loads, start = [], 0
         for layer, router in enumerate(self.routers):
             count_GR, tokens_G = found[layer], found[len(self.routers) + layer][:, None]
             bias = router.selection_bias
-            bias_GR, centre_GR = (b.view(count_GR.shape) for b in (bias, self.centre[layer]))
+            bias_GR, centre_GR = (
+                b.view(count_GR.shape) for b in (bias, self.centre[layer])
+            )
             target = router.num_active / count_GR.shape[1]
-            load_GR = torch.where(tokens_G > 0, count_GR / tokens_G.clamp(min=1), target)
+            load_GR = torch.where(
+                tokens_G > 0, count_GR / tokens_G.clamp(min=1), target
+            )
             bound_G1 = self.bound_L[start : start + len(count_GR), None]
             moved_GR = moved(
-                bias_GR, load_GR.to(bias.device), target, self.rate, centre_GR.to(bias.device),
+                bias_GR,
+                load_GR.to(bias.device),
+                target,
+                self.rate,
+                centre_GR.to(bias.device),
                 bound_G1.to(bias),
-            )  # fmt: skip
+            )
             bias.copy_(moved_GR.view_as(bias))
             loads.append(load_GR)
             start += len(count_GR)
@@ -176,7 +196,9 @@ def hooked(routers: list[Any], hook: Any, before: bool = False) -> Iterator[None
         def call(module: Any, *seen: Any, layer: int = layer) -> None:
             hook(layer, module, *seen)
 
-        register = router.register_forward_pre_hook if before else router.register_forward_hook
+        register = (
+            router.register_forward_pre_hook if before else router.register_forward_hook
+        )
         handles.append(register(call))
     try:
         yield
@@ -212,7 +234,9 @@ def measure_loads(model: Any, windows_NL: torch.Tensor) -> Loads | None:
         square_G = torch.zeros_like(tokens_G, dtype=torch.double)
         counts[layer] = counts[layer] + count_GR.cpu()
         tokens[layer] = tokens[layer] + tokens_G.cpu()
-        squares[layer] = squares[layer] + square_G.index_add_(0, group_T, square_T).cpu()
+        squares[layer] = (
+            squares[layer] + square_G.index_add_(0, group_T, square_T).cpu()
+        )
 
     with hooked(routers, count):
         run(model, windows_NL)
@@ -222,7 +246,9 @@ def measure_loads(model: Any, windows_NL: torch.Tensor) -> Loads | None:
         for group in range(len(tokens_G))
     ]
     tokens_L, square_L = torch.cat(tokens), torch.cat(squares)
-    return Loads(names, torch.cat(counts), tokens_L, (square_L / tokens_L.clamp(min=1)).sqrt())
+    return Loads(
+        names, torch.cat(counts), tokens_L, (square_L / tokens_L.clamp(min=1)).sqrt()
+    )
 
 
 @torch.no_grad()
@@ -251,7 +277,10 @@ def refit_thresholds(model: Any, windows_NL: torch.Tensor) -> None:
     if routers or alone:
         model.eval()
         device = model.get_input_embeddings().weight.device
-        with hooked(routers, refit, before=True), hooked(alone, refit_neurons, before=True):
+        with (
+            hooked(routers, refit, before=True),
+            hooked(alone, refit_neurons, before=True),
+        ):
             model(input_ids=windows_NL.to(device), use_cache=False)
 
 

@@ -9,7 +9,16 @@ from typing import Any
 
 from moesaic.finetune.balance import Loads
 
-COLUMNS = ("step", "samples", "loss", "lm", "logits", "ffn", "learning_rate", "grad_norm")
+COLUMNS = (
+    "step",
+    "samples",
+    "loss",
+    "lm",
+    "logits",
+    "ffn",
+    "learning_rate",
+    "grad_norm",
+)
 
 LOSSES = {
     "lm": "next token (nats)",
@@ -60,7 +69,9 @@ def loads_png(before: Loads, after: Loads) -> bytes:
     layers = len(before.count_LR)
     figure = _figure(9, 4)
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, loads, title in zip(panels, (before, after), ("before", "after"), strict=True):
+    for axes, loads, title in zip(
+        panels, (before, after), ("before", "after"), strict=True
+    ):
         for layer, row in enumerate(loads.to_dict()):
             shares = sorted(row["share"], reverse=True)
             even = 1 / len(shares)
@@ -68,7 +79,9 @@ def loads_png(before: Loads, after: Loads) -> bytes:
                 range(1, len(shares) + 1),
                 [share / even for share in shares],
                 color=(0.9 * layer / max(layers - 1, 1), 0.3, 0.6),
-                label=f"layer {before.names[layer]}" if layer in (0, layers - 1) else None,
+                label=f"layer {before.names[layer]}"
+                if layer in (0, layers - 1)
+                else None,
             )
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.set(title=title, xlabel="expert, by load")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import kl_div, log_softmax
 
-from moesaic.adapters import find_ffns
+from moesaic.families import find_ffns
 from moesaic.finetune.lora import blocks_of
 
 
@@ -81,7 +81,9 @@ class Teacher:
         finally:
             self.watching = False
 
-    def losses(self, ids: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def losses(
+        self, ids: torch.Tensor, logits: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """`logits` and `ffn`, those that count, of the forward pass just made."""
         found = {}
         with torch.no_grad():
@@ -92,7 +94,10 @@ class Teacher:
         if self.mix.logits:
             found["logits"] = logits_kl(logits, expected)
         if self.mix.ffn:
-            shape = (*ids.shape, self.targets[0].shape[-1])  # some families flatten windows
+            shape = (
+                *ids.shape,
+                self.targets[0].shape[-1],
+            )  # some families flatten windows
             errors = [
                 relative_error(y.view(shape), target.view(shape))
                 for y, target in zip(self.outputs, self.targets, strict=True)

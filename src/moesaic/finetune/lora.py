@@ -14,7 +14,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from moesaic.modeling import MoesaicBlock, MoesaicExperts, MoesaicHierarchy, MoesaicNeurons
+from moesaic.modeling import (
+    MoesaicBlock,
+    MoesaicExperts,
+    MoesaicHierarchy,
+    MoesaicNeurons,
+)
 
 NAME = "default"  # of the adapter
 # Of a router that multiplies products of directions: at the rate of LoRA its scores move
@@ -45,7 +50,10 @@ def named_routers(model: Any) -> dict[str, Any]:
     """`routers_of` by their layers' numbers."""
     found = {}
     for path, block in model.named_modules():
-        if isinstance(block, MoesaicBlock | MoesaicHierarchy) and block.router is not None:
+        if (
+            isinstance(block, MoesaicBlock | MoesaicHierarchy)
+            and block.router is not None
+        ):
             layer = next(part for part in path.split(".") if part.isdigit())
             beside = is_mixture(model) and isinstance(block, MoesaicBlock)
             name = f"{layer}, shared expert" if beside else layer
@@ -115,7 +123,9 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
         modules_to_save=trained_routers(model) or None,
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():  # GPT-2's transposed modules are found out one by one
+    with (
+        warnings.catch_warnings()
+    ):  # GPT-2's transposed modules are found out one by one
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         wrapped = get_peft_model(model, config)
     with torch.no_grad():
@@ -148,7 +158,9 @@ def learning_rates(model: Any, lora_lr: float, scale_lr: float) -> dict[str, flo
     }
 
 
-def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: Any, lora_lr: float, scale_lr: float
+) -> list[dict[str, Any]]:
     """The optimizer's groups: one for each of `learning_rates` that has weights to train."""
     experts, slow = set(), set()
     for name, module in model.named_modules():
@@ -158,11 +170,15 @@ def parameter_groups(model: Any, lora_lr: float, scale_lr: float) -> list[dict[s
         if router.feature_proj is not None:
             slow |= {id(parameter) for parameter in router.parameters()}
     rates = learning_rates(model, lora_lr, scale_lr)
-    groups: list[dict[str, Any]] = [{"params": [], "lr": rate} for rate in rates.values()]
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": rate} for rate in rates.values()
+    ]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             place = 1 if id(parameter) in experts else 3 if id(parameter) in slow else 0
-            groups[2 if name.endswith("expert_scale") else place]["params"].append(parameter)
+            groups[2 if name.endswith("expert_scale") else place]["params"].append(
+                parameter
+            )
     return [group for group in groups if group["params"]]
 
 

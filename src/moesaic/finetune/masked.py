@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesaic.finetune.lora import blocks_of
-from moesaic.gating import soft_choice
+from moesaic.parts.thresholds import soft_choice
 
 NAME = "moesaic_masked"
 WIDTH = 0.3  # of a neuron's choice, in nats of its energy (docs/log.md, 2026-11-22)
@@ -40,11 +40,15 @@ def masked_experts(
         return parts[:, :, :size].flatten(0, 2)
 
     bias_RN = getattr(experts, f"{name}_bias", None)
-    h = linear(x_TD, rows(getattr(experts, name)), None if bias_RN is None else rows(bias_RN))
+    h = linear(
+        x_TD, rows(getattr(experts, name)), None if bias_RN is None else rows(bias_RN)
+    )
     h_TRN = h.unflatten(1, (experts.num_experts, -1))
     h_TRM = experts._apply_gate(h_TRN) if experts.has_gate else experts.act_fn(h_TRN)
     h_TRM = h_TRM * gate_TR[:, :, None].to(h_TRM.dtype)
-    return linear(h_TRM.flatten(1), experts.down_proj[:, :, :size].transpose(0, 1).flatten(1))
+    return linear(
+        h_TRM.flatten(1), experts.down_proj[:, :, :size].transpose(0, 1).flatten(1)
+    )
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, masked_experts)
@@ -104,7 +108,11 @@ def masked(model: Any) -> Iterator[None]:
     """Blocks of a model, wrapped by PEFT or not, compute all experts for a while, if worth it."""
     moe = getattr(model.config, "moesaic", {})
     # In a model that was a mixture before most pairs of token and sub-expert do not run.
-    alone = [block for block in blocks_of(model) if getattr(block, "neurons", None) is not None]
+    alone = [
+        block
+        for block in blocks_of(model)
+        if getattr(block, "neurons", None) is not None
+    ]
     few = moe.get("num_active", 0) <= WORTH * moe.get("num_routed", 0)
     kept = []
     for block in alone:

@@ -11,14 +11,19 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from moesaic import checkpoint
-from moesaic.adapters import find_ffns
-from moesaic.data import to_ids
+from moesaic.calibration.text import to_ids
+from moesaic.conversion.prepare import hold_out, source_name
 from moesaic.errors import MoesaicError
+from moesaic.families import find_ffns
+from moesaic.families.load import (
+    choose_device,
+    load_config,
+    load_tokenizer,
+    window_length,
+)
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.train import Settings
-from moesaic.load import choose_device, load_config, load_tokenizer, window_length
-from moesaic.prepare import hold_out, source_name
+from moesaic.output import draft as checkpoint
 
 MOST_TOKENS = 2**28  # 2 GB of ids
 DISTILLED = Mix(lm=0.5, logits=0.5, ffn=3.0)
@@ -42,7 +47,9 @@ class Ready:
         """Raises MoesaicError for a dense model that the converted one was not made from."""
         ours, theirs = model.config, dense.config
         if theirs.model_type == "moesaic":
-            raise MoesaicError("--distill names a converted model; name the dense one it came from")
+            raise MoesaicError(
+                "--distill names a converted model; name the dense one it came from"
+            )
         pairs = {
             "family": (ours.base_model_type, theirs.model_type),
             "vocabulary": (ours.vocab_size, theirs.vocab_size),
@@ -89,16 +96,29 @@ def prepare(
     Raises MoesaicError for any bad input but broken weights; writes nothing.
     """
     whole = {
-        "samples": samples, "epochs": epochs, "batch size": batch_size, "rank": rank,
-        "micro batch": micro_batch, "checkpoint every": checkpoint_every,
-    }  # fmt: skip
+        "samples": samples,
+        "epochs": epochs,
+        "batch size": batch_size,
+        "rank": rank,
+        "micro batch": micro_batch,
+        "checkpoint every": checkpoint_every,
+    }
     for name, value in whole.items():
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise MoesaicError(f"{name} {value}: a whole number of at least 1 is needed")
-    rates = {"alpha": alpha, "lora lr": lora_lr, "scale lr": scale_lr, "balance rate": balance_rate}
+            raise MoesaicError(
+                f"{name} {value}: a whole number of at least 1 is needed"
+            )
+    rates = {
+        "alpha": alpha,
+        "lora lr": lora_lr,
+        "scale lr": scale_lr,
+        "balance rate": balance_rate,
+    }
     for name, rate in rates.items():
         least = "at least 0" if name in ("scale lr", "balance rate") else "above 0"
-        if rate is not None and not (0 < rate < 1e4 or (rate == 0 and least == "at least 0")):
+        if rate is not None and not (
+            0 < rate < 1e4 or (rate == 0 and least == "at least 0")
+        ):
             raise MoesaicError(f"{name} {rate}: a number {least} is needed")
     if not 0 <= seed < 2**31:
         raise MoesaicError(f"seed {seed} is outside 0..{2**31 - 1}")
@@ -108,8 +128,12 @@ def prepare(
             "CUDA_VISIBLE_DEVICES"
         )
     if tune_teacher and distill is None:
-        raise MoesaicError("--tune-teacher needs --distill, which names the dense model to tune")
-    sharded = [n for n in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_set(n)]
+        raise MoesaicError(
+            "--tune-teacher needs --distill, which names the dense model to tune"
+        )
+    sharded = [
+        n for n in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_set(n)
+    ]
     if tune_teacher and sharded:
         raise MoesaicError(
             "--tune-teacher is for one process or data-parallel ones; where weights are sharded, "
@@ -118,9 +142,13 @@ def prepare(
     if tensorboard is not None and find_spec("tensorboard") is None:
         raise MoesaicError("--tensorboard needs the package: pip install tensorboard")
     batch_size = min(batch_size, samples)
-    processes = PartialState(cpu=device == "cpu" or not torch.cuda.is_available()).num_processes
+    processes = PartialState(
+        cpu=device == "cpu" or not torch.cuda.is_available()
+    ).num_processes
     if batch_size % processes:
-        raise MoesaicError(f"a batch of {batch_size} cannot be split over {processes} processes")
+        raise MoesaicError(
+            f"a batch of {batch_size} cannot be split over {processes} processes"
+        )
     config = load_config(model, trust_remote_code)
     if config.model_type != "moesaic":
         raise MoesaicError(
@@ -135,7 +163,9 @@ def prepare(
         load_config(distill, trust_remote_code)
     length = window_length([config], sequence_length)
     tokenizer = load_tokenizer(model, trust_remote_code)
-    ids, heldout_ids, heldout = hold_out(to_ids(data, tokenizer), data, tokenizer, length)
+    ids, heldout_ids, heldout = hold_out(
+        to_ids(data, tokenizer), data, tokenizer, length
+    )
     if samples * length > MOST_TOKENS:
         raise MoesaicError(
             f"{samples} samples of {length} are over {MOST_TOKENS:,} tokens, the most that are "
@@ -155,17 +185,31 @@ def prepare(
     mix = Mix() if distill is None else DISTILLED
     usual = PLAIN_LR if distill is None else DISTILLED_LR
     settings = Settings(
-        samples, length, epochs, batch_size, rank, alpha, lora_lr or usual, scale_lr, balance_rate,
-        freeze_router, mix, seed,
-    )  # fmt: skip
-    return Ready(settings, config, tokenizer, windows_NL, source_name(data), heldout_ids, heldout)
+        samples,
+        length,
+        epochs,
+        batch_size,
+        rank,
+        alpha,
+        lora_lr or usual,
+        scale_lr,
+        balance_rate,
+        freeze_router,
+        mix,
+        seed,
+    )
+    return Ready(
+        settings, config, tokenizer, windows_NL, source_name(data), heldout_ids, heldout
+    )
 
 
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "false").lower() == "true"
 
 
-def draw_windows(ids: torch.Tensor, samples: int, length: int, seed: int) -> torch.Tensor:
+def draw_windows(
+    ids: torch.Tensor, samples: int, length: int, seed: int
+) -> torch.Tensor:
     """Windows (N, L), one from each of N equal stretches of the text, in random order.
 
     They overlap where the text has fewer than N L tokens. A 2-D tensor is taken as windows
@@ -180,7 +224,9 @@ def draw_windows(ids: torch.Tensor, samples: int, length: int, seed: int) -> tor
             "text or a smaller --sequence-length"
         )
     generator = torch.Generator().manual_seed(seed)
-    place_N = torch.arange(samples) + torch.rand(samples, generator=generator, dtype=torch.double)
+    place_N = torch.arange(samples) + torch.rand(
+        samples, generator=generator, dtype=torch.double
+    )
     starts_N = (place_N / samples * (room + 1)).long().clamp(max=room)
     starts_N = starts_N[torch.randperm(samples, generator=generator)]
     return ids[starts_N[:, None] + torch.arange(length)]

@@ -32,7 +32,9 @@ class FinetuneReport:
     folded_perplexity: float | None = None
     folded: bool = False
     teacher_tuned: bool = False
-    teacher_perplexity: float | None = None  # of the dense model, where it was tuned likewise
+    teacher_perplexity: float | None = (
+        None  # of the dense model, where it was tuned likewise
+    )
     loads_before: list[dict[str, Any]] = field(default_factory=list)
     loads_after: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -60,12 +62,19 @@ class FinetuneReport:
         return kept | {"distill": self.public_names[1]}
 
 
-def finetune_card(report: FinetuneReport, licence: str | None, command: str | None) -> str:
+def finetune_card(
+    report: FinetuneReport, licence: str | None, command: str | None
+) -> str:
     """README.md of a fine-tuned model or adapter."""
     values = report.settings
     name = Path(report.model).name
-    front: dict[str, Any] = {"library_name": "transformers" if report.merged else "peft"}
-    front |= {"pipeline_tag": "text-generation", "tags": ["moesaic", "mixture-of-experts"]}
+    front: dict[str, Any] = {
+        "library_name": "transformers" if report.merged else "peft"
+    }
+    front |= {
+        "pipeline_tag": "text-generation",
+        "tags": ["moesaic", "mixture-of-experts"],
+    }
     front |= {"license": licence} if licence else {}
 
     def shown(value: float | None) -> str:
@@ -73,22 +82,33 @@ def finetune_card(report: FinetuneReport, licence: str | None, command: str | No
 
     rows = [
         ("Converted model", report.public_names[0]),
-        ("Text", f"{report.data}: {values['samples']} x {values['sequence_length']} tokens, "
-                 f"{values['epochs']} epoch(s)"),
-        ("Imitates", (report.public_names[1] or "nothing: next-token loss alone")
-                     + (", tuned on the same windows first" if report.teacher_tuned else "")),
+        (
+            "Text",
+            f"{report.data}: {values['samples']} x {values['sequence_length']} tokens, "
+            f"{values['epochs']} epoch(s)",
+        ),
+        (
+            "Imitates",
+            (report.public_names[1] or "nothing: next-token loss alone")
+            + (", tuned on the same windows first" if report.teacher_tuned else ""),
+        ),
         ("LoRA", f"rank {values['rank']}, alpha {values['alpha']:g}"),
-        ("Learning rates", "; ".join(f"{what} {v:.3g}" for what, v in report.rates.items())),
+        (
+            "Learning rates",
+            "; ".join(f"{what} {v:.3g}" for what, v in report.rates.items()),
+        ),
         ("Perplexity before", shown(report.perplexity_before)),
         ("Perplexity after", shown(report.perplexity)),
-    ]  # fmt: skip
+    ]
     if report.teacher_perplexity is not None:
         rows.append(("Dense model, tuned likewise", shown(report.teacher_perplexity)))
     if report.folded_perplexity is not None:
         kept = "written" if report.folded else "not written: it loses too much"
         rows.append(("With gates folded", f"{report.folded_perplexity:.4f} ({kept})"))
     if report.heldout:
-        rows.append(("Measured on", f"{report.heldout}, {report.heldout_tokens} tokens"))
+        rows.append(
+            ("Measured on", f"{report.heldout}, {report.heldout_tokens} tokens")
+        )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     load = 'model = AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")'
     if not report.merged:
@@ -97,7 +117,11 @@ def finetune_card(report: FinetuneReport, licence: str | None, command: str | No
             f"    base = AutoModelForCausalLM.from_pretrained({report.public_names[0]!r})\n"
             '    model = PeftModel.from_pretrained(base, "PATH_TO_THIS_FOLDER")'
         )
-    what = "A mixture of experts" if report.merged else "A PEFT adapter for a mixture of experts"
+    what = (
+        "A mixture of experts"
+        if report.merged
+        else "A PEFT adapter for a mixture of experts"
+    )
     kept = "Loads of the experts before and after are in `moesaic_finetune.json` and `loads.png`.\n"
     loads = kept if report.loads_after else ""
     how = f"\nCommand:\n\n    {command}\n" if command else ""

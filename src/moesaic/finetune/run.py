@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from moesaic import checkpoint
-from moesaic.card import licence_of
+from moesaic.calibration.checks import check_vocabulary
+from moesaic.conversion.layout_search import HELDOUT_TOKENS
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
+from moesaic.families.load import load_model, resolve
 from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
 from moesaic.finetune.distill import Mix
@@ -36,12 +37,15 @@ from moesaic.finetune.lora import merge as merge_lora
 from moesaic.finetune.prepare import Ready, prepare
 from moesaic.finetune.report import FinetuneReport, finetune_card
 from moesaic.finetune.train import Machine, Settings, gather, train
-from moesaic.load import load_model, resolve
-from moesaic.search import HELDOUT_TOKENS
-from moesaic.soundness import check_vocabulary
+from moesaic.output import draft as checkpoint
+from moesaic.output.model_card import licence_of
 
-FOLD_LOSS = 1.001  # perplexity over the unfolded model's up to which the gates are folded
-LOAD_TOKENS = 8192  # of the training text, on which loads, gates and thresholds are measured
+FOLD_LOSS = (
+    1.001  # perplexity over the unfolded model's up to which the gates are folded
+)
+LOAD_TOKENS = (
+    8192  # of the training text, on which loads, gates and thresholds are measured
+)
 SHARD_SIZE = "5GB"
 
 
@@ -96,18 +100,39 @@ def finetune(
     started = time.perf_counter()
     target = Path(output).absolute()
     ready = prepare(
-        model, target, data, distill=distill, tune_teacher=tune_teacher, samples=samples,
-        sequence_length=sequence_length, epochs=epochs, batch_size=batch_size, rank=rank,
-        alpha=alpha, lora_lr=lora_lr, scale_lr=scale_lr, balance_rate=balance_rate,
-        freeze_router=freeze_router, micro_batch=micro_batch, checkpoint_every=checkpoint_every,
-        tensorboard=tensorboard, seed=seed, device=device, overwrite=overwrite, resume=resume,
+        model,
+        target,
+        data,
+        distill=distill,
+        tune_teacher=tune_teacher,
+        samples=samples,
+        sequence_length=sequence_length,
+        epochs=epochs,
+        batch_size=batch_size,
+        rank=rank,
+        alpha=alpha,
+        lora_lr=lora_lr,
+        scale_lr=scale_lr,
+        balance_rate=balance_rate,
+        freeze_router=freeze_router,
+        micro_batch=micro_batch,
+        checkpoint_every=checkpoint_every,
+        tensorboard=tensorboard,
+        seed=seed,
+        device=device,
+        overwrite=overwrite,
+        resume=resume,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     settings = ready.settings
     machine = Machine(
-        micro_batch, device == "cpu" or not torch.cuda.is_available(), gradient_checkpointing,
-        tensorboard, checkpoint_every, progress,
-    )  # fmt: skip
+        micro_batch,
+        device == "cpu" or not torch.cuda.is_available(),
+        gradient_checkpointing,
+        tensorboard,
+        checkpoint_every,
+        progress,
+    )
     state = PartialState(cpu=machine.use_cpu)
     loaded = load_model(model, dtype, trust_remote_code)
     if loaded.dtype == torch.float16:
@@ -137,14 +162,25 @@ def finetune(
         )
     run = _fingerprint(ready, loaded, report, state.num_processes)
     alone = state.is_main_process
-    with checkpoint.open_draft(target, run, resume) if alone else nullcontext(), _keeping():
+    with (
+        checkpoint.open_draft(target, run, resume) if alone else nullcontext(),
+        _keeping(),
+    ):
         state.wait_for_everyone()
         draft = checkpoint.draft_folder(target)
         with checkpoint.writing(draft, "checkpoints"):
             if tune_teacher:
-                dense = _taught(dense, ready, machine, draft / "teacher", resume, report)
+                dense = _taught(
+                    dense, ready, machine, draft / "teacher", resume, report
+                )
             trained = train(
-                loaded, ready.windows_NL, settings, machine, dense, draft / "trainer", resume
+                loaded,
+                ready.windows_NL,
+                settings,
+                machine,
+                dense,
+                draft / "trainer",
+                resume,
             )
         if not alone:
             return report
@@ -159,18 +195,29 @@ def finetune(
         with checkpoint.writing(draft, "checkpoints"):
             _save(trained.model, folder, merge, ready, report, few, heldout)
             report.seconds = time.perf_counter() - started
-            _write_files(folder, report, trained.history, trained.loads_before, after, command)
+            _write_files(
+                folder, report, trained.history, trained.loads_before, after, command
+            )
             checkpoint.take_name(draft, target)
     return report
 
 
 def _taught(
-    dense: Any, ready: Ready, machine: Machine, folder: Path, resume: bool, report: FinetuneReport
+    dense: Any,
+    ready: Ready,
+    machine: Machine,
+    folder: Path,
+    resume: bool,
+    report: FinetuneReport,
 ) -> Any:
     """The dense model after next-token fine-tuning, by the same settings on the same windows."""
     settings = replace(ready.settings, mix=Mix())
-    if machine.tensorboard is not None:  # a run of its own, else its curves mix with the student's
-        machine = replace(machine, tensorboard=str(Path(machine.tensorboard) / "teacher"))
+    if (
+        machine.tensorboard is not None
+    ):  # a run of its own, else its curves mix with the student's
+        machine = replace(
+            machine, tensorboard=str(Path(machine.tensorboard) / "teacher")
+        )
     model = merge_lora(
         train(dense, ready.windows_NL, settings, machine, None, folder, resume).model
     )
@@ -205,7 +252,11 @@ def _save(
 
     def measured(model: Any) -> float | None:
         ids, length = heldout
-        return None if ids is None else perplexity(model.eval(), ids, length, HELDOUT_TOKENS)[0]
+        return (
+            None
+            if ids is None
+            else perplexity(model.eval(), ids, length, HELDOUT_TOKENS)[0]
+        )
 
     # A killed run may have begun to write it; a draft without this folder would be none.
     for path in folder.iterdir():
@@ -220,8 +271,12 @@ def _save(
     model = merge_lora(wrapped)
     report.perplexity = measured(model)
     router = model.config.moesaic["router"]
-    stock = (router["kind"], router["gating"]) == ("linear", "topk") and not is_mixture(model)
-    if routers_of(model) and stock:  # an architecture that holds its experts, but no gates
+    stock = (router["kind"], router["gating"]) == ("linear", "topk") and not is_mixture(
+        model
+    )
+    if (
+        routers_of(model) and stock
+    ):  # an architecture that holds its experts, but no gates
         scales = [router.expert_scale.clone() for router in routers_of(model)]
         downs = [block.experts.down_proj.clone() for block in _routed(model)]
         fold_scale(model, mean_gates(model, few_NL))
@@ -266,7 +321,9 @@ def _write_files(
     (folder / "README.md").write_text(
         finetune_card(report, licence_of(resolve(report.model)), command), "utf-8"
     )
-    for path in filter(Path.is_file, folder.iterdir()):  # safetensors makes private files
+    for path in filter(
+        Path.is_file, folder.iterdir()
+    ):  # safetensors makes private files
         path.chmod((folder.stat().st_mode & 0o666) | 0o600)
 
 
@@ -277,7 +334,9 @@ def _fingerprint(
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(tensor.detach().float().sum(dtype=torch.double).cpu().numpy().tobytes())
+        digest.update(
+            tensor.detach().float().sum(dtype=torch.double).cpu().numpy().tobytes()
+        )
     windows = hashlib.sha256(ready.windows_NL.numpy().tobytes()).hexdigest()
     return {
         "model": report.model,

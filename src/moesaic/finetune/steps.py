@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from transformers import TrainerCallback
 
 from moesaic.finetune.balance import Balancer
@@ -20,9 +26,16 @@ class EachStep(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.wanted and state.is_world_process_zero:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+            )
             self.bar = Progress(
-                *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+                *columns,
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
             )
             self.bar.start()
             self.task = self.bar.add_task("training", total=state.max_steps)
@@ -33,7 +46,9 @@ class EachStep(TrainerCallback):
         if self.bar is not None:
             self.bar.update(self.task, completed=state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
+    ) -> None:
         if self.bar is not None and logs and "loss" in logs:
             self.bar.update(self.task, description=f"training, loss {logs['loss']:.4f}")
 

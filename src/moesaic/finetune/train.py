@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments, set_seed
 
-from moesaic.checkpoint import UnfinishedError
 from moesaic.finetune.balance import Balancer, Loads, measure_loads
 from moesaic.finetune.distill import Mix, Teacher
 from moesaic.finetune.lora import NAME, freeze, parameter_groups, routers_of, wrap
 from moesaic.finetune.masked import masked
 from moesaic.finetune.steps import EachStep
+from moesaic.output.draft import UnfinishedError
 
 SPREAD_TOKENS = 8192  # on which loads before training and the bias's bound are measured
 
@@ -48,7 +48,9 @@ class Settings:
 class Machine:
     """How a run is spread out: it changes rounding at most."""
 
-    micro_batch: int | None = None  # sequences at once on a device; None: about 4,096 tokens
+    micro_batch: int | None = (
+        None  # sequences at once on a device; None: about 4,096 tokens
+    )
     use_cpu: bool = False
     gradient_checkpointing: bool = False
     tensorboard: str | None = None
@@ -63,7 +65,9 @@ class Trained:
     model: Any
     history: list[dict[str, float]]
     loads_before: Loads | None
-    sharded: Path | None = None  # where the adapter lies that was gathered from several processes
+    sharded: Path | None = (
+        None  # where the adapter lies that was gathered from several processes
+    )
 
 
 def train(
@@ -95,7 +99,9 @@ def train(
     trainer = RecoveryTrainer(
         model=wrapped,
         args=arguments,
-        train_dataset=[{"input_ids": window, "labels": window} for window in windows_NL],
+        train_dataset=[
+            {"input_ids": window, "labels": window} for window in windows_NL
+        ],
         settings=settings,
         balancer=balancer,
         teacher=teacher,
@@ -189,7 +195,9 @@ class RecoveryTrainer(Trainer):
     ):
         super().__init__(**others)
         self.settings, self.balancer, self.teacher = settings, balancer, teacher
-        self.model_accepts_loss_kwargs = False  # windows are equally long: batch means are exact
+        self.model_accepts_loss_kwargs = (
+            False  # windows are equally long: batch means are exact
+        )
         self.parts: dict[str, list[torch.Tensor]] = {}
         self.callback_handler.callbacks = [
             callback
@@ -238,7 +246,9 @@ class RecoveryTrainer(Trainer):
         if norm is not None and not math.isfinite(float(norm)):
             kept = last_checkpoint(Path(str(self.args.output_dir)))
             at = (
-                f"the last good checkpoint is {kept}" if kept else "no checkpoint was due before it"
+                f"the last good checkpoint is {kept}"
+                if kept
+                else "no checkpoint was due before it"
             )
             raise UnfinishedError(
                 f"the loss or its gradient is not finite at step {self.state.global_step + 1} of "
@@ -247,14 +257,20 @@ class RecoveryTrainer(Trainer):
             )
         return norm
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: Any = None
+    ) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         freeze(self.model, self.settings.freeze_router)  # PEFT thaws what it loads
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            means = {name: torch.stack(parts).mean() for name, parts in self.parts.items()}
-            means = self.accelerator.reduce(means, "mean")  # of all processes, like the loss
+            means = {
+                name: torch.stack(parts).mean() for name, parts in self.parts.items()
+            }
+            means = self.accelerator.reduce(
+                means, "mean"
+            )  # of all processes, like the loss
             logs |= {name: float(mean) for name, mean in means.items()}
             logs["samples"] = self.state.global_step * self.settings.batch_size
             self.parts = {}

@@ -45,7 +45,9 @@ class MoesaicConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if cls.base_model_type:
             return super().from_dict(config_dict, **kwargs)
-        return config_class_for(config_dict["base_model_type"]).from_dict(config_dict, **kwargs)
+        return config_class_for(config_dict["base_model_type"]).from_dict(
+            config_dict, **kwargs
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"base_model_type": self.base_model_type}

@@ -49,7 +49,9 @@ class MoesaicExperts(nn.Module):
         self.register_parameter(name, random_parameter(self.num_experts, rows, hidden))
         self.down_proj = random_parameter(self.num_experts, hidden, size)
         if ffn["bias"]:
-            self.register_parameter(f"{name}_bias", random_parameter(self.num_experts, rows))
+            self.register_parameter(
+                f"{name}_bias", random_parameter(self.num_experts, rows)
+            )
 
     @property
     def down_proj_bias(self) -> torch.Tensor:
@@ -57,7 +59,10 @@ class MoesaicExperts(nn.Module):
         return self.down_proj.new_zeros(self.down_proj.shape[:2])
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         output_TD = torch.zeros_like(hidden_states)
         name = "gate_up_proj" if self.has_gate else "up_proj"
@@ -65,7 +70,9 @@ class MoesaicExperts(nn.Module):
         for expert in range(self.num_experts):
             token, slot = torch.where(top_k_index == expert)
             h = nn.functional.linear(
-                hidden_states[token], weight[expert], None if bias is None else bias[expert]
+                hidden_states[token],
+                weight[expert],
+                None if bias is None else bias[expert],
             )
             h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
             y = nn.functional.linear(h, self.down_proj[expert])

@@ -23,7 +23,10 @@ from .routing_moesaic import choose_experts, ranked
 
 def can_group(rows: torch.Tensor) -> bool:
     """Whether torch has a grouped product for these rows: of whole 16 bytes, on no old GPU."""
-    if not hasattr(nn.functional, "grouped_mm") or rows.shape[1] * rows.element_size() % 16:
+    if (
+        not hasattr(nn.functional, "grouped_mm")
+        or rows.shape[1] * rows.element_size() % 16
+    ):
         return False
     return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
@@ -35,18 +38,24 @@ class MoesaicPairProjection(nn.Module):
     padded with zeros. transformers' kernels are for whole FFNs; this follows the same choice.
     """
 
-    def __init__(self, config: MoesaicConfig, inputs: int, outputs: int, bias: bool, exact: bool):
+    def __init__(
+        self, config: MoesaicConfig, inputs: int, outputs: int, bias: bool, exact: bool
+    ):
         super().__init__()
         self.config = config
         experts = config.moesaic["num_outer"]
         self.inputs, self.outputs, self.exact = inputs, outputs, exact
         self.weight = random_parameter(experts, padded(outputs), padded(inputs))
-        self.bias = nn.Parameter(torch.zeros(experts, padded(outputs))) if bias else None
+        self.bias = (
+            nn.Parameter(torch.zeros(experts, padded(outputs))) if bias else None
+        )
 
     def forward(self, x_PI: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
         """(P, outputs), in float32 where exact."""
         weight = self.weight.float() if self.exact else self.weight
-        x_PI = nn.functional.pad(x_PI.to(weight.dtype), (0, padded(self.inputs) - self.inputs))
+        x_PI = nn.functional.pad(
+            x_PI.to(weight.dtype), (0, padded(self.inputs) - self.inputs)
+        )
         kind = self.config._experts_implementation
         if kind == "batched_mm" or torch.compiler.is_compiling():
             y_PR = torch.bmm(weight[expert_P], x_PI[:, :, None])[:, :, 0]
@@ -81,7 +90,10 @@ class MoesaicSubRouter(nn.Module):
         moe = config.moesaic
         ffn, router, num_routed = moe["ffn"], moe["router"], moe["num_routed"]
         self.num_active, self.absolute = moe["num_active"], router["absolute"]
-        self.gating, self.cap = router["gating"], min(router["cap"] or num_routed, num_routed)
+        self.gating, self.cap = (
+            router["gating"],
+            min(router["cap"] or num_routed, num_routed),
+        )
         self.gate_proj = self.up_proj = self.score_proj = self.feature_proj = None
         hidden, directions = config.hidden_size, router["features"]
         if router["kind"] in ("linear", "quadratic"):
@@ -113,7 +125,9 @@ class MoesaicSubRouter(nn.Module):
             features = x_PD.float()
             if self.feature_proj is not None:
                 z_PC = self.feature_proj(x_PD, expert_P)
-                i, j = torch.triu_indices(z_PC.shape[1], z_PC.shape[1], device=z_PC.device)
+                i, j = torch.triu_indices(
+                    z_PC.shape[1], z_PC.shape[1], device=z_PC.device
+                )
                 features = torch.cat([features, z_PC[:, i] * z_PC[:, j]], dim=1)
             return self.score_proj(features, expert_P)
         up_PR = self.up_proj(x_PD, expert_P)
@@ -124,7 +138,10 @@ class MoesaicSubRouter(nn.Module):
         return (scores_PR.abs() if self.absolute else scores_PR).float()
 
     def forward(
-        self, x_PD: torch.Tensor, expert_P: torch.Tensor, whole_E: torch.Tensor | None = None
+        self,
+        x_PD: torch.Tensor,
+        expert_P: torch.Tensor,
+        whole_E: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Chosen sub-experts (P, K) and their gates (P, K), in float32; or `triples`.
 
@@ -179,13 +196,20 @@ class MoesaicHierarchy(nn.Module):
         self.router = self.experts = None
         if self.num_routed:
             self.router = MoesaicSubRouter(config)
-            self.experts = make_experts(config, outer * self.num_routed, moe["expert_size"])
+            self.experts = make_experts(
+                config, outer * self.num_routed, moe["expert_size"]
+            )
         self.output_bias = (
-            nn.Parameter(torch.zeros(outer, config.hidden_size)) if moe["output_bias"] else None
+            nn.Parameter(torch.zeros(outer, config.hidden_size))
+            if moe["output_bias"]
+            else None
         )
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         y_TD = torch.zeros_like(hidden_states)
         if self.shared_experts is not None:
@@ -194,9 +218,11 @@ class MoesaicHierarchy(nn.Module):
             y_TD = y_TD + self._routed(hidden_states, top_k_index, top_k_weights)
         if self.output_bias is not None:
             y_TD = y_TD + nn.functional.embedding_bag(
-                top_k_index, self.output_bias, mode="sum",
+                top_k_index,
+                self.output_bias,
+                mode="sum",
                 per_sample_weights=top_k_weights.to(self.output_bias.dtype),
-            )  # fmt: skip
+            )
         return y_TD
 
     def _routed(
@@ -209,7 +235,9 @@ class MoesaicHierarchy(nn.Module):
             sub_PK, gate_PK = self.router(x_PD, expert_P)
             triple_PK = expert_P[:, None] * self.num_routed + sub_PK
             gate_PK = gate_PK * weight_P[:, None]
-            return self.experts(x_TD, triple_PK.view(tokens, -1), gate_PK.view(tokens, -1))
+            return self.experts(
+                x_TD, triple_PK.view(tokens, -1), gate_PK.view(tokens, -1)
+            )
         whole_E = None
         if self.whole:
             whole_E = torch.zeros(
@@ -218,6 +246,9 @@ class MoesaicHierarchy(nn.Module):
             whole_E[self.whole] = True
         # Every triple as a token of its own with one expert: as much work as triples.
         pair_Q, sub_Q, gate_Q = self.router(x_PD, expert_P, whole_E)
-        triple_Q, gate_Q = expert_P[pair_Q] * self.num_routed + sub_Q, gate_Q * weight_P[pair_Q]
+        triple_Q, gate_Q = (
+            expert_P[pair_Q] * self.num_routed + sub_Q,
+            gate_Q * weight_P[pair_Q],
+        )
         y_QD = self.experts(x_PD[pair_Q], triple_Q[:, None], gate_Q[:, None])
         return torch.zeros_like(x_TD).index_add_(0, pair_Q // outer, y_QD)

@@ -32,7 +32,9 @@ class MoesaicSharedExpert(nn.Module):
         moe = config.moesaic
         ffn, size = moe["ffn"], moe["shared_size"]
         self.gate_proj = (
-            nn.Linear(config.hidden_size, size, bias=ffn["bias"]) if ffn["gated"] else None
+            nn.Linear(config.hidden_size, size, bias=ffn["bias"])
+            if ffn["gated"]
+            else None
         )
         self.up_proj = nn.Linear(config.hidden_size, size, bias=ffn["bias"])
         self.down_proj = nn.Linear(size, config.hidden_size, bias=False)
@@ -60,7 +62,9 @@ class MoesaicBlock(nn.Module):
         super().__init__()
         moe = config.moesaic
         self.shared_expert = self.router = self.experts = self.output_bias = None
-        self.neurons = MoesaicNeurons(config) if moe["router"]["kind"] == "gates" else None
+        self.neurons = (
+            MoesaicNeurons(config) if moe["router"]["kind"] == "gates" else None
+        )
         if self.neurons is not None:
             return
         self.shared_expert = MoesaicSharedExpert(config) if moe["shared_size"] else None
@@ -71,7 +75,9 @@ class MoesaicBlock(nn.Module):
             else None
         )
         self.output_bias = (
-            nn.Parameter(torch.zeros(config.hidden_size)) if moe["output_bias"] else None
+            nn.Parameter(torch.zeros(config.hidden_size))
+            if moe["output_bias"]
+            else None
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -85,7 +91,9 @@ class MoesaicBlock(nn.Module):
             else:
                 # Every pair as a token of its own with one expert: as much work as pairs.
                 token_P, expert_P, gate_P = self.router(x_TD)
-                routed_PD = self.experts(x_TD[token_P], expert_P[:, None], gate_P[:, None])
+                routed_PD = self.experts(
+                    x_TD[token_P], expert_P[:, None], gate_P[:, None]
+                )
                 routed_TD = torch.zeros_like(x_TD).index_add_(0, token_P, routed_PD)
             y_TD = routed_TD if y_TD is None else y_TD + routed_TD
         if self.output_bias is not None:
@@ -167,9 +175,13 @@ class _FamilyModel:
             install_block(base_model, config, layer, new_block(config, layer))
             if "beside" in config.moesaic:
                 install_beside(base_model, config, layer, new_beside(config))
-        config._experts_implementation_internal = self.get_correct_experts_implementation(wanted)
+        config._experts_implementation_internal = (
+            self.get_correct_experts_implementation(wanted)
+        )
 
-    def _check_and_adjust_experts_implementation(self, wanted: str | None) -> str | None:
+    def _check_and_adjust_experts_implementation(
+        self, wanted: str | None
+    ) -> str | None:
         return wanted and self.get_correct_experts_implementation(wanted)
 
 
@@ -179,7 +191,9 @@ class _Front(PreTrainedModel):
     config_class = MoesaicConfig
 
     @classmethod
-    def from_pretrained(cls, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, path: Any, *args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
         if config is None:
             config = MoesaicConfig.from_pretrained(path)
         return cls._auto._model_mapping[type(config)].from_pretrained(
@@ -207,7 +221,9 @@ def register_model_classes(config_class: type[MoesaicConfig]) -> None:
 
         class _Model(_FamilyModel, family):
             _auto_class = front._auto.__name__  # saving copies the code
-            _can_set_attn_implementation_cached_value = family._can_set_attn_implementation()
+            _can_set_attn_implementation_cached_value = (
+                family._can_set_attn_implementation()
+            )
 
         _Model.config_class = config_class
         _Model._keep_in_fp32_modules_strict = [

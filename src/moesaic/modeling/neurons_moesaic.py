@@ -37,8 +37,12 @@ class MoesaicNeuronRouter(nn.Module):
         self.num_active, directions = moe["num_active"], moe["router"]["features"]
         self.sketch_in = MoesaicProjection(config.hidden_size, directions, bias=False)
         self.sketch_out = MoesaicProjection(directions, moe["num_routed"], bias=True)
-        self.register_buffer("up_variance", torch.ones(moe["num_routed"], dtype=torch.float32))
-        self.register_buffer("selection_bias", torch.zeros(moe["num_routed"], dtype=torch.float32))
+        self.register_buffer(
+            "up_variance", torch.ones(moe["num_routed"], dtype=torch.float32)
+        )
+        self.register_buffer(
+            "selection_bias", torch.zeros(moe["num_routed"], dtype=torch.float32)
+        )
 
     def forward(self, x_TD: torch.Tensor, gate_TF: torch.Tensor) -> torch.Tensor:
         """Scores (T, F) in float32, selection bias included; `gate_TF` is act(gate x)."""
@@ -61,7 +65,9 @@ class MoesaicNeurons(nn.Module):
         ffn, hidden, neurons = moe["ffn"], config.hidden_size, moe["num_routed"]
         self.gate_proj = nn.Linear(hidden, neurons, bias=ffn["bias"])
         self.up_proj = nn.Linear(hidden, neurons, bias=ffn["bias"])
-        self.down_proj = Conv1D(hidden, neurons)  # its bias is the FFN's or the repair's
+        self.down_proj = Conv1D(
+            hidden, neurons
+        )  # its bias is the FFN's or the repair's
         self.act_fn = ACT2FN[ffn["activation"]]
         self.router = MoesaicNeuronRouter(config)
 
@@ -84,7 +90,9 @@ class MoesaicNeurons(nn.Module):
             return False
         plain = type(self.up_proj) is nn.Linear and type(self.down_proj) is Conv1D
         weights = [self.up_proj.weight, self.down_proj.weight] if plain else []
-        at_hand = all(w.device == x_TD.device and w.dtype == torch.float32 for w in weights)
+        at_hand = all(
+            w.device == x_TD.device and w.dtype == torch.float32 for w in weights
+        )
         on_cpu = x_TD.device.type == "cpu" and x_TD.dtype == torch.float32
         return plain and at_hand and on_cpu and 0 < len(x_TD) <= FEW_TOKENS
 
@@ -96,15 +104,23 @@ class MoesaicNeurons(nn.Module):
         with warnings.catch_warnings():  # that sparse matrices are new to torch
             warnings.filterwarnings("ignore", message="Sparse CSR")
             empty = torch.sparse_csr_tensor(
-                start_T1, neuron_P, x_TD.new_zeros(len(neuron_P)), runs_TF.shape,
+                start_T1,
+                neuron_P,
+                x_TD.new_zeros(len(neuron_P)),
+                runs_TF.shape,
                 check_invariants=False,
-            )  # fmt: skip
-            product = torch.sparse.sampled_addmm(empty, x_TD, self.up_proj.weight.T, beta=0.0)
+            )
+            product = torch.sparse.sampled_addmm(
+                empty, x_TD, self.up_proj.weight.T, beta=0.0
+            )
         up_P = product.values()
         if self.up_proj.bias is not None:
             up_P = up_P + self.up_proj.bias[neuron_P]
         y_TD = nn.functional.embedding_bag(
-            neuron_P, self.down_proj.weight, start_T1[:-1], mode="sum",
+            neuron_P,
+            self.down_proj.weight,
+            start_T1[:-1],
+            mode="sum",
             per_sample_weights=gate_TF[runs_TF] * up_P,
-        )  # fmt: skip
+        )
         return y_TD + self.down_proj.bias

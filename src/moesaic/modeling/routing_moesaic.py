@@ -26,7 +26,9 @@ class MoesaicProjection(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool):
         super().__init__()
         self.out_features = out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features).normal_(std=0.02))
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features).normal_(std=0.02)
+        )
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +57,10 @@ class MoesaicRouter(nn.Module):
         moe = config.moesaic
         ffn, router, num_routed = moe["ffn"], moe["router"], moe["num_routed"]
         self.num_active, self.absolute = moe["num_active"], router["absolute"]
-        self.gating, self.cap = router["gating"], min(router["cap"] or num_routed, num_routed)
+        self.gating, self.cap = (
+            router["gating"],
+            min(router["cap"] or num_routed, num_routed),
+        )
         self.gate_proj = self.up_proj = self.score_proj = self.feature_proj = None
         hidden, directions = config.hidden_size, router["features"]
         if router["kind"] in ("linear", "quadratic"):
@@ -71,7 +76,9 @@ class MoesaicRouter(nn.Module):
         self.by_probability = self.score_proj is None and self.gating == "topk"
         # Both in float32 in a model of any dtype: training moves them by less than bf16 resolves.
         self.expert_scale = nn.Parameter(torch.zeros(num_routed, dtype=torch.float32))
-        self.register_buffer("selection_bias", torch.zeros(num_routed, dtype=torch.float32))
+        self.register_buffer(
+            "selection_bias", torch.zeros(num_routed, dtype=torch.float32)
+        )
 
     def features(self, x_TD: torch.Tensor) -> torch.Tensor:
         """What a linear or quadratic router multiplies: x, then the products of C directions."""
@@ -102,7 +109,9 @@ class MoesaicRouter(nn.Module):
         index_TK = self.biased(scores_TR).topk(self.num_active, dim=-1).indices
         return index_TK, self._gates(scores_TR).gather(1, index_TK)
 
-    def pairs(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def pairs(
+        self, x_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Chosen (token, expert) pairs, in order of tokens, and the gate of each (P,)."""
         scores_TR = self.scores(x_TD)
         token_P, expert_P = self.choose(scores_TR).nonzero(as_tuple=True)
@@ -110,7 +119,10 @@ class MoesaicRouter(nn.Module):
 
     def biased(self, scores_TR: torch.Tensor) -> torch.Tensor:
         """What experts are chosen by (T, R)."""
-        return ranked(scores_TR, self.selection_bias, self.by_probability) + self.selection_bias
+        return (
+            ranked(scores_TR, self.selection_bias, self.by_probability)
+            + self.selection_bias
+        )
 
     def choose(self, scores_TR: torch.Tensor) -> torch.Tensor:
         """Which experts run (T, R), under either gating."""
@@ -134,7 +146,9 @@ def ranked(
     return torch.where(selection_bias.any(), scores_TR.softmax(dim=-1), scores_TR)
 
 
-def choose_experts(biased_TR: torch.Tensor, gating: str, num_active: int, cap: int) -> torch.Tensor:
+def choose_experts(
+    biased_TR: torch.Tensor, gating: str, num_active: int, cap: int
+) -> torch.Tensor:
     """Which experts run (T, R) by their scores, selection bias included, under either gating."""
     none_TR = torch.zeros_like(biased_TR, dtype=torch.bool)
     if gating == "topk":

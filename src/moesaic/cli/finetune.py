@@ -1,0 +1,198 @@
+"""`moesaic finetune` on the command line."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from accelerate import PartialState
+from rich.table import Table
+
+from moesaic.cli.options import Device, Dtype, Trust, check_json_file, write_json
+from moesaic.cli.tables import out
+from moesaic.errors import MoesaicError
+from moesaic.finetune import FinetuneReport, finetune
+
+
+def finetune_command(
+    model: Annotated[str, typer.Argument(help="A converted model: folder or hub id.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder for the fine-tuned model or adapter.")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text: FILE[:FIELD], wikitext2, c4, hub:NAME:CONFIG:SPLIT:FIELD or demo "
+            "[default: wikitext2, or demo for what came from the demo model]."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Windows drawn from the text.")] = 2048,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a window [default: min(2048, context)]."),
+    ] = None,
+    epochs: Annotated[int, typer.Option()] = 1,
+    batch_size: Annotated[
+        int, typer.Option(help="Windows of one optimiser step, over all processes.")
+    ] = 16,
+    rank: Annotated[int, typer.Option(help="Of the LoRA weights.")] = 8,
+    alpha: Annotated[
+        float, typer.Option(help="LoRA weights count alpha / rank times.")
+    ] = 32,
+    lora_lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate of LoRA and routers, of routed experts over R^(1/4) [default: "
+            "5.95e-5; with --distill 3e-4]."
+        ),
+    ] = None,
+    scale_lr: Annotated[
+        float, typer.Option(help="Learning rate of expert_scale.")
+    ] = 1e-3,
+    balance_rate: Annotated[
+        float,
+        typer.Option(help="Step of the selection bias towards equal loads; 0: none."),
+    ] = 1e-3,
+    distill: Annotated[
+        str | None,
+        typer.Option(help="The dense model, whose logits and FFNs are imitated."),
+    ] = None,
+    tune_teacher: Annotated[
+        bool,
+        typer.Option(
+            "--tune-teacher",
+            help="Tune the dense model on the same windows first: it teaches better, and is the "
+            "fair reference.",
+        ),
+    ] = False,
+    freeze_router: Annotated[
+        bool,
+        typer.Option("--freeze-router", help="Of the router train expert_scale only."),
+    ] = False,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge/--adapter", help="Write a whole model, or a PEFT adapter."
+        ),
+    ] = True,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(help="Windows at once on a device [default: 4,096 tokens]."),
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing", help="Less memory, a third more time."
+        ),
+    ] = False,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Optimiser steps [default: a tenth of the run].")
+    ] = None,
+    tensorboard: Annotated[
+        str | None, typer.Option(help="Folder for TensorBoard's event files.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the report to this file.")
+    ] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUTPUT.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a killed run.")
+    ] = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Recover a converted model's quality by light fine-tuning."""
+    check_json_file(json_file)
+    if json_file is not None and output.absolute() in json_file.absolute().parents:
+        raise MoesaicError(
+            f"--json {json_file} is inside the output; choose another file"
+        )
+    kept = [word for word in sys.argv[1:] if word not in {"--resume", "--overwrite"}]
+    report = finetune(
+        model,
+        output,
+        data,
+        samples=samples,
+        sequence_length=sequence_length,
+        epochs=epochs,
+        batch_size=batch_size,
+        rank=rank,
+        alpha=alpha,
+        lora_lr=lora_lr,
+        scale_lr=scale_lr,
+        balance_rate=balance_rate,
+        distill=distill,
+        tune_teacher=tune_teacher,
+        freeze_router=freeze_router,
+        merge=merge,
+        micro_batch=micro_batch,
+        gradient_checkpointing=gradient_checkpointing,
+        checkpoint_every=checkpoint_every,
+        tensorboard=tensorboard,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        overwrite=overwrite,
+        resume=resume,
+        trust_remote_code=trust_remote_code,
+        command=shlex.join(["moesaic", *kept]),
+        progress=True,
+    )
+    if PartialState().is_main_process:
+        _print(report, output)
+        write_json(json_file, report.to_dict())
+
+
+def _print(report: FinetuneReport, output: Path) -> None:
+    if report.loads_before:
+        table = Table(
+            "layer",
+            "max/mean load",
+            "after",
+            "dead",
+            "after",
+            "experts a token",
+            "after",
+        )
+        pairs = zip(report.loads_before, report.loads_after, strict=True)
+        for old, new in pairs:
+            table.add_row(
+                old["group"],
+                f"{old['max_over_mean']:.2f}",
+                f"{new['max_over_mean']:.2f}",
+                str(old["dead"]),
+                str(new["dead"]),
+                f"{old['experts_per_token']:.2f}",
+                f"{new['experts_per_token']:.2f}",
+            )
+        out.print(table)
+    if report.perplexity is not None:
+        out.print(
+            f"perplexity on {report.heldout} ({report.heldout_tokens} tokens): "
+            f"{report.perplexity_before:.4f} before, {report.perplexity:.4f} after"
+        )
+    if report.teacher_perplexity is not None and report.perplexity is not None:
+        ratio = report.perplexity / report.teacher_perplexity
+        out.print(
+            f"dense model tuned likewise: {report.teacher_perplexity:.4f}, ratio {ratio:.4f}"
+        )
+    if report.folded_perplexity is not None:
+        how = (
+            "folded into the experts"
+            if report.folded
+            else "kept, for folding loses too much"
+        )
+        out.print(f"trained gates: {how} ({report.folded_perplexity:.4f} folded)")
+    if report.merged and report.loads_before and not report.folded:
+        out.print(
+            "note: stock architectures cannot hold the trained gates; moesaic export refuses"
+        )
+    what = "model" if report.merged else "PEFT adapter"
+    out.print(f"{what} written to {output} in {report.seconds:.0f} s")

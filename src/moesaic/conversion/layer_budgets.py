@@ -1,0 +1,227 @@
+"""How many experts each layer runs: where thresholds choose, layers can share one budget.
+
+With equal budgets a token runs the same share of the experts in every layer, but one more expert
+is worth more in some than in others. To first order, an expert more per token in layer l takes
+
+    m_l = - sum_tj w_tj dL/dg_tj / sum_tj w_tj
+
+off the loss L, the KL divergence from the dense model's predictions, summed over tokens; g_tj is
+the gate of expert j for token t, and w a bump around the threshold: the experts that a small shift
+of it would add. Where budgets are best, all m_l are equal, so each round moves experts from layers
+below their mean to layers above. A round converts anew, since a repair depends on who runs.
+
+Shape suffixes: N windows, L layers, T tokens, D hidden_size, R routed experts, V words.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moesaic.calibration.checks import check_on
+from moesaic.calibration.hidden_states import Stream
+from moesaic.calibration.text import HELD_OUT, fewer_windows
+from moesaic.conversion.layers import convert_layers
+from moesaic.conversion.plan import Plan
+from moesaic.errors import MoesaicError
+from moesaic.families import FFNs, Mixtures
+from moesaic.parts.masked import MaskedBlock
+from moesaic.parts.repair import TOKENS_PER_NEURON
+from moesaic.parts.thresholds import soft_choice
+
+ROUNDS = 4
+CHUNK = 256  # tokens whose probabilities of all words are held at once, in float32
+STEP = 0.1  # of a layer's experts: the most that a round adds or takes
+LEAST = 0.05  # of a layer's experts that run on average; one at least
+TRIAL_TOKENS = 8192  # to convert on in a round; more where least squares wants more
+PROBE_TOKENS = 4096  # of the last eighth, which no weight is fitted to
+
+
+def share_budgets(
+    dense: Any,
+    ffns: FFNs,
+    plan: Plan,
+    windows_NL: torch.Tensor,
+    device: torch.device,
+    seed: int,
+    tell: Callable[[str], Any] = lambda line: None,
+) -> Plan:
+    """The plan with a budget for each layer, of the same sum; unchanged if its recipe has none.
+
+    Equal budgets are the first of 1 + ROUNDS that are tried, and those of the least KL divergence
+    are taken. Costs at most so many conversions on TRIAL_TOKENS (twice the active neurons, if that
+    is more; 8 windows at least) and forward and backward passes on PROBE_TOKENS, whose dense logits
+    it holds. The layers of a mixture keep equal budgets. Raises MoesaicError for a model that is
+    not in whole on `device`, under inference mode, and where equal budgets diverge.
+    """
+    layers, moe = ffns.converted, plan.config.moesaic
+    routed, mean = moe["num_routed"], moe["num_active"]
+    if not plan.recipe.layer_budgets or len(layers) < 2 or mean == routed:
+        return plan
+    if isinstance(ffns, Mixtures):
+        tell("the layers of a model that is a mixture already keep equal budgets")
+        return plan
+    check_on(dense, device, "sharing a budget between layers differentiates")
+    if torch.is_inference_mode_enabled():
+        raise MoesaicError(
+            "layer budgets come from gradients, which torch.inference_mode has none of; convert "
+            "outside of it, or by moesaic-dynamic"
+        )
+    length = windows_NL.shape[1]
+    tokens = max(
+        TRIAL_TOKENS, TOKENS_PER_NEURON * plan.sizes.active * HELD_OUT // (HELD_OUT - 1)
+    )
+    trial_NL = fewer_windows(windows_NL, max(-(-tokens // length), HELD_OUT))
+    held = max(len(windows_NL) // HELD_OUT, 1)
+    probe_NL = windows_NL[-min(max(PROBE_TOKENS // length, 1), held) :].to(device)
+    with torch.no_grad():
+        wanted = [
+            dense(input_ids=ids_NL, use_cache=False).logits
+            for ids_NL in probe_NL.split(1)
+        ]
+    share_L = torch.full((len(layers),), mean / routed, dtype=torch.float64)
+    what = "neurons" if plan.recipe.router == "gates" else "experts"
+    least = max(min(LEAST, mean / routed / 2), 1 / routed)
+    tried: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}
+    for _ in range(1 + ROUNDS):
+        budgets = whole_budgets(share_L, routed, mean * len(layers))
+        if budgets not in tried:  # else too little has moved for whole experts
+            said = ", ".join(map(str, budgets))
+            try:
+                with ffns.restored():
+                    stream = Stream(ffns, trial_NL, device)
+                    convert_layers(
+                        stream, with_budgets(plan, budgets), seed, {}, trial=True
+                    )
+                    blocks: list[Any] = [ffns.replaced(layer) for layer in layers]
+                    tried[budgets] = marginal_values(dense, blocks, probe_NL, wanted)
+            except MoesaicError as error:  # diverged; what was tried before has not
+                if not tried:
+                    raise
+                tell(f"{what} per token {said}: {error}")
+                break
+            tell(f"{what} per token {said}: KL divergence {tried[budgets][1]:.4f}")
+        share_L = moved(share_L, tried[budgets][0], least)
+    best = min(tried, key=lambda budgets: tried[budgets][1])
+    return with_budgets(plan, best)
+
+
+def with_budgets(plan: Plan, budgets: Sequence[int]) -> Plan:
+    """The plan whose l-th converted layer runs budgets[l] routed experts per token on average."""
+    if len(set(budgets)) == 1:
+        return plan
+    config = copy.copy(plan.config)
+    config.moesaic = plan.config.moesaic | {"budgets": list(budgets)}
+    return replace(plan, config=config)
+
+
+def marginal_values(
+    model: Any,
+    blocks: list[MaskedBlock],
+    probe_NL: torch.Tensor,
+    wanted: list[torch.Tensor],
+) -> tuple[torch.Tensor, float]:
+    """m_l of every block (L,), and the KL divergence from the `wanted` logits (1, T, V) of windows.
+
+    One forward and backward pass, window by window; the weights get no gradients. A block all of
+    whose experts run gets the mean of the others. Raises MoesaicError where a figure is not finite.
+    """
+    shift_L = [
+        torch.zeros((), device=probe_NL.device, requires_grad=True) for _ in blocks
+    ]
+    bump_L = [torch.zeros((), device=probe_NL.device) for _ in blocks]
+    for layer, block in enumerate(blocks):
+        block.choose = _shifted(block, shift_L[layer], layer, bump_L)
+    loss = 0.0
+    with _without_gradients(model), torch.enable_grad():
+        for ids_NL, wanted_NTV in zip(probe_NL.split(1), wanted, strict=True):
+            logits_TV = model(input_ids=ids_NL, use_cache=False).logits[0]
+            slope_TV = torch.empty_like(logits_TV, requires_grad=False)
+            for start in range(0, len(logits_TV), CHUNK):
+                some = slice(start, start + CHUNK)
+                log_p_TV = wanted_NTV[0, some].float().log_softmax(-1)
+                log_q_TV = logits_TV[some].detach().float().log_softmax(-1)
+                loss += float((log_p_TV.exp() * (log_p_TV - log_q_TV)).sum())
+                slope_TV[some] = (log_q_TV.exp() - log_p_TV.exp()).to(slope_TV)
+            logits_TV.backward(slope_TV)
+    slope_L = torch.stack(
+        [shift.grad for shift in shift_L if shift.grad is not None]
+    ).double()
+    weight_L = torch.stack(bump_L).double()
+    free_L = weight_L > 0
+    value_L = torch.where(free_L, -slope_L / weight_L.clamp(min=1e-30), 0.0).cpu()
+    value_L[~free_L.cpu()] = value_L.sum() / max(int(free_L.sum()), 1)
+    loss /= probe_NL.numel()
+    if not math.isfinite(loss) or not torch.isfinite(value_L).all():
+        raise MoesaicError(
+            f"the KL divergence from the dense model is {loss}, or its gradient is not finite: "
+            "weights or activations are broken"
+        )
+    return value_L, loss
+
+
+def _shifted(
+    block: MaskedBlock, shift: torch.Tensor, layer: int, bump_L: list[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The block's choices as gates (T, R), which rise near the threshold with `shift`, a 0."""
+    choose, scores = block.choose, block.scores
+    assert choose is not None
+    assert scores is not None
+
+    def gates(x_TD: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            soft_TR = soft_choice(scores(x_TD))
+            bump_TR = soft_TR * (1 - soft_TR)
+            bump_L[layer] = bump_L[layer] + bump_TR.sum()
+            chosen_TR = choose(x_TD).float()
+        return chosen_TR + shift * bump_TR
+
+    return gates
+
+
+@contextmanager
+def _without_gradients(model: Any) -> Iterator[None]:
+    """No weight of a model gets a gradient for a while."""
+    wanting = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in wanting:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in wanting:
+            parameter.requires_grad_(True)
+
+
+def moved(share_L: torch.Tensor, value_L: torch.Tensor, least: float) -> torch.Tensor:
+    """Shares of the same mean, by at most about STEP larger where an expert is worth more.
+
+    They stay within [least, 1].
+    """
+    scale = value_L.abs().mean().clamp(min=1e-30)
+    step_L = STEP * ((value_L - value_L.mean()) / scale).clamp(-1, 1)
+    low, high = -1.0, 1.0
+    for _ in range(
+        60
+    ):  # what is added to all, so that the mean stays within the bounds
+        middle = (low + high) / 2
+        mean = (share_L + step_L + middle).clamp(least, 1).mean()
+        low, high = (middle, high) if mean < share_L.mean() else (low, middle)
+    return (share_L + step_L + high).clamp(least, 1)
+
+
+def whole_budgets(share_L: torch.Tensor, routed: int, total: int) -> tuple[int, ...]:
+    """Whole experts (at least 1, at most `routed`) of the given sum, by the largest remainders."""
+    exact = [float(share) * routed for share in share_L]
+    budgets = [min(max(int(value), 1), routed) for value in exact]
+    while (missing := total - sum(budgets)) != 0:
+        step = 1 if missing > 0 else -1
+        free = [i for i, budget in enumerate(budgets) if 1 <= budget + step <= routed]
+        nearest = max(free, key=lambda i: step * (exact[i] - budgets[i]))
+        budgets[nearest] += step
+    return tuple(budgets)

@@ -1,0 +1,47 @@
+"""What a conversion did and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moesaic.conversion.layer_error import LayerReport
+
+
+@dataclass
+class ConversionReport:
+    """What was done and what it cost. Perplexities are None where nothing was held out."""
+
+    model: str
+    recipe: dict[str, Any]
+    layout: str
+    shape: str
+    calibration: str
+    tokens: int
+    sequence_length: int
+    seed: int
+    active_ffn_fraction: float
+    dense_macs: float  # per token
+    macs: float
+    dense_perplexity: float | None = None
+    perplexity: float | None = None
+    budgets: list[int] = field(
+        default_factory=list
+    )  # experts per token by layer, if they differ
+    search: dict[str, float] = field(
+        default_factory=dict
+    )  # layer error or ratio per layout
+    heldout: str | None = None
+    heldout_tokens: int = 0
+    seconds: float = 0.0
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    layers: list[LayerReport] = field(default_factory=list)
+
+    def to_dict(self, timing: bool = True) -> dict[str, Any]:
+        """As plain data; without `timing` two equal runs give equal bytes."""
+        values = asdict(self) | {
+            "layers": [layer.to_dict(timing) for layer in self.layers]
+        }
+        if not timing:
+            del values["seconds"], values["step_seconds"]
+        return values

@@ -1,0 +1,88 @@
+"""One dense FFN in canonical form, whatever its family calls the parts.
+
+Shape suffixes: T tokens, D hidden_size, F intermediate_size (neurons).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, normalize
+from transformers.activations import ACT2FN
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """h = act(gate x) * (up x), or act(up x) without a gate; F(x) = down h (paper, eq. 3).
+
+    Biases of gate and up move with their neurons, the bias of down belongs to the output.
+    """
+
+    up_FD: torch.Tensor
+    down_DF: torch.Tensor
+    activation: str
+    gate_FD: torch.Tensor | None = None
+    up_bias_F: torch.Tensor | None = None
+    gate_bias_F: torch.Tensor | None = None
+    down_bias_D: torch.Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_FD is not None
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.up_FD.shape[0]
+
+    def hidden(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Hidden state h (T, F) of each token; 2 or 4 T D F FLOPs."""
+        act: Any = ACT2FN[self.activation]
+        up_TF = linear(x_TD, self.up_FD, self.up_bias_F)
+        gate_TF = (
+            up_TF
+            if self.gate_FD is None
+            else linear(x_TD, self.gate_FD, self.gate_bias_F)
+        )
+        h_TF: torch.Tensor = act(gate_TF)
+        if self.gate_FD is None:
+            return h_TF
+        # In place, so no third T F, but where an activation may keep its output for its gradient.
+        return h_TF * up_TF if h_TF.requires_grad else h_TF.mul_(up_TF)
+
+    def gates(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """act(gate x) (T, F), by which what up gives is multiplied; for an FFN with a gate."""
+        assert self.gate_FD is not None
+        act: Any = ACT2FN[self.activation]
+        gates_TF: torch.Tensor = act(linear(x_TD, self.gate_FD, self.gate_bias_F))
+        return gates_TF
+
+    def output(self, h_TF: torch.Tensor) -> torch.Tensor:
+        """F(x) (T, D) from the hidden state; 2 T D F FLOPs."""
+        return linear(h_TF, self.down_DF, self.down_bias_D)
+
+    def with_unit_rows(self) -> DenseFFN:
+        """The same FFN with every row of gate and up scaled to unit length (recipe cmoe-code)."""
+        gate_FD = None if self.gate_FD is None else normalize(self.gate_FD, dim=1)
+        return replace(self, up_FD=normalize(self.up_FD, dim=1), gate_FD=gate_FD)
+
+    def subset(self, index_N: torch.Tensor) -> DenseFFN:
+        """The FFN of some neurons, in the order given; the output bias stays."""
+        rows: dict[str, Any] = {
+            name: tensor[index_N]
+            for name, tensor in self.tensors().items()
+            if name not in ("down_DF", "down_bias_D")
+        }
+        return replace(self, **rows, down_DF=self.down_DF[:, index_N])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)
+        }
+
+    def to(self, device: torch.device) -> DenseFFN:
+        moved: dict[str, Any] = {
+            name: t.to(device) for name, t in self.tensors().items()
+        }
+        return replace(self, **moved)

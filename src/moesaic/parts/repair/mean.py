@@ -1,0 +1,44 @@
+"""Mean compensation: what pruned neurons add on average is put back.
+
+Shape suffixes: D hidden_size, N neurons that are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.parts.repair.moments import Residual
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A change of the output vectors (N, D) and an output intercept (D,), or None of either."""
+
+    name: str
+    delta_ND: torch.Tensor | None = None
+    intercept_D: torch.Tensor | None = None
+
+    def output(self, h_TN: torch.Tensor) -> torch.Tensor | float:
+        """What it adds to the output (T, D)."""
+        y_TD: torch.Tensor | float = 0.0
+        if self.delta_ND is not None:
+            y_TD = h_TN @ self.delta_ND
+        return y_TD if self.intercept_D is None else y_TD + self.intercept_D
+
+
+@torch.no_grad()
+def mean_compensation(sums: Residual, intercept: bool) -> list[Candidate]:
+    """mean(r) as an intercept; without one, carried by the neurons' own mean.
+
+    Without an output bias in the architecture, the best rank-one correction along u = mean(h):
+    s = h.u, D = u (sum s r / sum s^2)^T, which needs no more tokens than a mean does.
+    """
+    if intercept:
+        return [Candidate("mean compensation", None, sums.mean_D.float())]
+    energy = sums.mean_N @ sums.gram_NN @ sums.mean_N
+    if not energy > 0:
+        return []
+    along_D = (sums.mean_N @ sums.cross_ND) / energy
+    return [Candidate("mean compensation", torch.outer(sums.mean_N, along_D).float())]

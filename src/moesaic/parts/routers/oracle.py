@@ -1,0 +1,42 @@
+"""The oracle: runs the experts whose output is largest. The ceiling of every router.
+
+It has to compute all experts to know, so it saves nothing; it is a reference only.
+
+Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, M neurons of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moesaic.families import DenseFFN
+
+
+def expert_grams(ffn: DenseFFN, experts_RM: torch.Tensor) -> torch.Tensor:
+    """W_j W_j^T of every expert's output vectors (R, M, M); 2 F M D FLOPs."""
+    down_RMD = ffn.down_DF.float().T[experts_RM]
+    return down_RMD @ down_RMD.mT
+
+
+def expert_energies(
+    h_TF: torch.Tensor, experts_RM: torch.Tensor, gram_RMM: torch.Tensor
+) -> torch.Tensor:
+    """e_tj = ||sum over expert j's neurons of h_ti w_i||^2 (T, R); 2 T F M FLOPs, not 2 T F D."""
+    h_RTM = h_TF.float().T[experts_RM].mT
+    return (h_RTM @ gram_RMM).mul_(h_RTM).sum(-1).T.clamp(min=0)
+
+
+def oracle(
+    ffn: DenseFFN, experts_RM: torch.Tensor, num_active: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The choice (T, R) for inputs x (T, D): the K experts of largest output norm."""
+    gram_RMM = expert_grams(ffn, experts_RM)
+
+    def choose(x_TD: torch.Tensor) -> torch.Tensor:
+        energy_TR = expert_energies(ffn.hidden(x_TD), experts_RM, gram_RMM)
+        index_TK = energy_TR.topk(num_active, dim=1).indices
+        return torch.zeros_like(energy_TR, dtype=torch.bool).scatter_(1, index_TK, True)
+
+    return choose
