@@ -1,0 +1,102 @@
+"""Table of contents: every method, a row each. Read without importing torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_CMOE = (
+    "Pei et al., Analytical FFN-to-MoE Restructuring via Activation Pattern Analysis, "
+    "ACL 2026"
+)
+_CMOE_URL = "https://arxiv.org/abs/2502.04416"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a table, a model card and a configuration say of a method.
+
+    `where` is the class, as MODULE:CLASS. `runs` says which engines run the result;
+    None for a reference, which no model can hold.
+    """
+
+    name: str
+    where: str
+    about: str
+    runs: str | None
+    paper: str | None = None
+    url: str | None = None
+
+
+_EVERYWHERE = "transformers, vLLM, llama.cpp"
+_OURS = "transformers and vLLM, with our architecture"
+
+CONTENTS = {
+    row.name: row
+    for row in (
+        Description(
+            "moesaic",
+            "moesaic.methods.moesaic:Moesaic",
+            "Experts by contribution, a linear router in closed form, repaired outputs.",
+            _EVERYWHERE,
+        ),
+        Description(
+            "moesaic-dynamic",
+            "moesaic.methods.moesaic:MoesaicDynamic",
+            "As moesaic, but a token runs as many experts as it needs; layers share a "
+            "budget.",
+            _OURS,
+        ),
+        Description(
+            "moesaic-neurons",
+            "moesaic.methods.neurons:MoesaicNeurons",
+            "Every neuron is an expert, chosen by its own gate. For one user at a time.",
+            _OURS,
+        ),
+        Description(
+            "cmoe",
+            "moesaic.methods.cmoe:CMoE",
+            "The paper's method to the letter.",
+            _OURS,
+            _CMOE,
+            _CMOE_URL,
+        ),
+        Description(
+            "cmoe-code",
+            "moesaic.methods.cmoe:CMoECode",
+            "What the paper's released code does.",
+            _OURS,
+            _CMOE,
+            _CMOE_URL,
+        ),
+        Description(
+            "static",
+            "moesaic.methods.static:Static",
+            "Keeps the best neurons and drops the others; no routing.",
+            _OURS,
+        ),
+        Description(
+            "static-repaired",
+            "moesaic.methods.static:StaticRepaired",
+            "As static, with the output weights refitted by least squares.",
+            _OURS,
+        ),
+        Description(
+            "random",
+            "moesaic.methods.references:Random",
+            "Random experts and a useless router: what every method has to beat.",
+            _OURS,
+        ),
+        Description(
+            "oracle",
+            "moesaic.methods.references:Oracle",
+            "The experts of moesaic; each token runs its best. Saves nothing.",
+            None,
+        ),
+        Description(
+            "neuron-oracle",
+            "moesaic.methods.references:NeuronOracle",
+            "Each token runs its best neurons. Saves nothing.",
+            None,
+        ),
+    )
+}
