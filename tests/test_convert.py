@@ -149,7 +149,7 @@ def test_a_damaged_draft_shard_is_made_anew(dense: Path, tmp_path: Path) -> None
         [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), "2"],
         capture_output=True,
     )
-    shard = checkpoint.draft_folder(output) / "model" / "model-ffn-00001.safetensors"
+    shard = checkpoint.draft_folder(output) / "model" / "layer-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True, command="x")
     moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
@@ -163,7 +163,7 @@ from moesaic.output import draft as checkpoint
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[3] == "before its name":
-    checkpoint._sync = lambda path: die() if path.name == "model" else None
+    checkpoint.sync_all = die
 elif sys.argv[3] == "between two names":
     real = pathlib.Path.rename
     def rename(self, target):
@@ -239,10 +239,10 @@ def test_two_runs_do_not_write_into_one_output(dense: Path, tmp_path: Path) -> N
     output = tmp_path / "out"
     first = checkpoint.open_draft(output, {"seed": 0}, resume=False)
     with first as draft:
-        (draft / "model" / "model-ffn-00000.safetensors").write_bytes(b"the first run's")
+        (draft / "model" / "layer-00000.safetensors").write_bytes(b"the first run's")
         with pytest.raises(moesaic.MoesaicError, match="another run is writing"):
             moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, overwrite=True)
-        assert (draft / "model" / "model-ffn-00000.safetensors").exists()
+        assert (draft / "model" / "layer-00000.safetensors").exists()
 
 
 def test_a_model_without_a_head_is_refused() -> None:

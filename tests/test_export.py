@@ -24,12 +24,12 @@ import moesaic
 from moesaic.cli.main import main
 from moesaic.errors import MoesaicError
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
-from moesaic.export.folder import new_path
 from moesaic.export.gguf_vocab import PRE_TOKENIZERS, read_vocabulary
 from moesaic.export.scale import choose_scale, chosen
 from moesaic.export.stock import blocks
 from moesaic.export.verify import calls
 from moesaic.families.load import load_model, load_tokenizer
+from moesaic.output.atomic import new_path
 from tests.families import VOCABULARY, tokens
 from tests.stock_models import DENSE, converted_folder, dense_model, tokenizer
 
@@ -603,7 +603,7 @@ def test_folders_made_for_a_refused_export_go_with_it(
 def test_a_damaged_shard_is_named_by_explain(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "converted"
     shutil.copytree(folders["llama"], folder)
-    shard = next(folder.glob("model-ffn-*"))
+    shard = next(folder.glob("model-00001-*"))
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(MoesaicError, match=f"cannot read .*{shard.name}"):
         moesaic.explain(folder)

@@ -315,14 +315,14 @@ def test_layers_share_a_budget() -> None:
 def test_a_resumed_run_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moesaic.output import draft as checkpoint
+    from moesaic.conversion import saved_layers
 
     def run(name: str, **more: Any) -> None:
         output = tmp_path / name
         moesaic.convert(tiny_model("qwen3"), NAME, "S1A3E8", WINDOWS, output=output, **more)
 
     run("whole")
-    save, calls = checkpoint.save_layer, []
+    save, calls = saved_layers.save_layer, []
 
     def die(*arguments: Any) -> None:
         calls.append(arguments)
@@ -331,7 +331,7 @@ def test_a_resumed_run_gives_the_same_bytes(
         save(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_layer", die)
+        patch.setattr(saved_layers, "save_layer", die)
         with pytest.raises(KeyboardInterrupt):
             run("killed")
     run("killed", resume=True)

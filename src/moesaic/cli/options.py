@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from moesaic.errors import MoesaicError
+from moesaic.output.atomic import write_file
 
 err = Console(stderr=True, soft_wrap=True)
 
@@ -51,7 +52,8 @@ def check_json_file(path: Path | None) -> None:
 def write_json(path: Path | None, values: Any) -> None:
     if path is None:
         return
+    text = json.dumps(values, indent=2)
     try:
-        path.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+        write_file(path, text + "\n")
     except OSError as error:
         raise MoesaicError(f"cannot write --json {path}: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs, find_ffns
 from moesaic.families.load import choose_device, load_config, load_model, load_tokenizer
 from moesaic.methods.recipe import Recipe, load_recipe
+from moesaic.output.atomic import write_file
 from moesaic.parts.routers import FITTED
 
 # What every comparison is measured against.
@@ -321,10 +321,9 @@ def _write(output: str | Path | None, name: str, content: str | bytes) -> None:
     """The whole file or the old one: a killed run leaves no half."""
     if output is None:
         return
-    part = Path(output) / f"{name}.part"
+    path = Path(output) / name
     try:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(part, Path(output) / name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, content)
     except OSError as error:
-        raise MoesaicError(f"cannot write {Path(output) / name}: {error}") from error
+        raise MoesaicError(f"cannot write {path}: {error}") from error

@@ -19,6 +19,7 @@ from moesaic.calibration.hidden_states import Stream, check_stream
 from moesaic.conversion.layer_budgets import share_budgets, with_budgets
 from moesaic.conversion.layers import convert_layers
 from moesaic.conversion.layout_search import HELDOUT_TOKENS, check_target, search_plan
+from moesaic.conversion.model_card import model_card
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.prepare import prepare, source_name
 from moesaic.conversion.report import ConversionReport
@@ -34,7 +35,7 @@ from moesaic.families.load import (
 from moesaic.layout import Layout
 from moesaic.methods.recipe import Recipe
 from moesaic.output import draft as checkpoint
-from moesaic.output.model_card import licence_of, model_card
+from moesaic.output.model_card import licence_of
 
 
 def convert(

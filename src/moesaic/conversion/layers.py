@@ -23,11 +23,11 @@ from moesaic.calibration.hidden_states import Stream
 from moesaic.conversion.layer_error import LayerReport, measure_layer
 from moesaic.conversion.mixtures import fit_mixture, masked_mixture
 from moesaic.conversion.plan import Plan
+from moesaic.conversion.saved_layers import load_blocks, save_blocks
 from moesaic.errors import MoesaicError
 from moesaic.families import Mixtures
 from moesaic.methods.fit import fit_layer
 from moesaic.modeling import beside_config, install_beside, install_block
-from moesaic.output import draft as checkpoint
 from moesaic.parts.masked import masked_view
 
 
@@ -86,7 +86,7 @@ def _convert_layer(
     inputs = stream_inputs(stream, layer, recipe.fits)
     clock("inputs")
     ffn = ffns.read(layer)
-    if draft and (done := checkpoint.load_layer(draft, layer, prefixes, config)):
+    if draft and (done := load_blocks(draft, layer, prefixes, config)):
         block: Any = done[0][0].to(stream.device)
         masked = masked_view(block, ffn, config)
         _advance(stream, config, layer, block, masked, inputs.all())
@@ -109,7 +109,7 @@ def _convert_layer(
     clock("advance")
     report.seconds = time.perf_counter() - begun
     if draft is not None and fitted.block is not None:
-        checkpoint.save_layer(draft, layer, prefixes, [fitted.block], report)
+        save_blocks(draft, layer, prefixes, [fitted.block], report)
         clock("write")
     return report
 
@@ -136,9 +136,7 @@ def _convert_mixture(
         window=stream.hidden_NLD.shape[1],
     )
     clock("inputs")
-    if draft and (
-        done := checkpoint.load_layer(draft, layer, ffns.prefixes(layer), config)
-    ):
+    if draft and (done := load_blocks(draft, layer, ffns.prefixes(layer), config)):
         block: Any = done[0][0].to(stream.device)
         masked: nn.Module = masked_mixture(block, ffns, layer, config)
         if len(done[0]) > 1:
@@ -173,7 +171,7 @@ def _convert_mixture(
     fitted.report.seconds = time.perf_counter() - begun
     found = [block for block in blocks if block is not None]
     if draft is not None and found:
-        checkpoint.save_layer(draft, layer, ffns.prefixes(layer), found, fitted.report)
+        save_blocks(draft, layer, ffns.prefixes(layer), found, fitted.report)
         clock("write")
     return fitted.report
 

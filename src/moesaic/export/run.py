@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from moesaic.calibration.text import to_ids
 from moesaic.errors import MoesaicError, unknown
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe
-from moesaic.export.folder import check_new, export_card, new_path
+from moesaic.export.model_card import export_card
 from moesaic.export.scale import Scale, choose_scale
 from moesaic.export.stock import blocks, check_converted_model
 from moesaic.export.verify import Comparison, compare_models, router_inputs
@@ -28,6 +28,7 @@ from moesaic.families.load import (
     resolve,
     window_length,
 )
+from moesaic.output.atomic import check_new, new_path
 from moesaic.output.model_card import licence_of
 
 TARGETS: dict[str, ModuleType] = {"glm4_moe": glm4_moe, "qwen2_moe": qwen2_moe}

@@ -1,12 +1,10 @@
-"""What a fine-tuning did: as data, and as the model card."""
+"""What a fine-tuning did."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from moesaic.finetune.balance import Loads
 
@@ -60,88 +58,3 @@ class FinetuneReport:
         names = ("data", "distill", "teacher_tuned", "settings", "folded")
         kept = {name: value for name, value in self.to_dict().items() if name in names}
         return kept | {"distill": self.public_names[1]}
-
-
-def finetune_card(
-    report: FinetuneReport, licence: str | None, command: str | None
-) -> str:
-    """README.md of a fine-tuned model or adapter."""
-    values = report.settings
-    name = Path(report.model).name
-    front: dict[str, Any] = {
-        "library_name": "transformers" if report.merged else "peft"
-    }
-    front |= {
-        "pipeline_tag": "text-generation",
-        "tags": ["moesaic", "mixture-of-experts"],
-    }
-    front |= {"license": licence} if licence else {}
-
-    def shown(value: float | None) -> str:
-        return "not measured: nothing was held out" if value is None else f"{value:.4f}"
-
-    rows = [
-        ("Converted model", report.public_names[0]),
-        (
-            "Text",
-            f"{report.data}: {values['samples']} x {values['sequence_length']} tokens, "
-            f"{values['epochs']} epoch(s)",
-        ),
-        (
-            "Imitates",
-            (report.public_names[1] or "nothing: next-token loss alone")
-            + (", tuned on the same windows first" if report.teacher_tuned else ""),
-        ),
-        ("LoRA", f"rank {values['rank']}, alpha {values['alpha']:g}"),
-        (
-            "Learning rates",
-            "; ".join(f"{what} {v:.3g}" for what, v in report.rates.items()),
-        ),
-        ("Perplexity before", shown(report.perplexity_before)),
-        ("Perplexity after", shown(report.perplexity)),
-    ]
-    if report.teacher_perplexity is not None:
-        rows.append(("Dense model, tuned likewise", shown(report.teacher_perplexity)))
-    if report.folded_perplexity is not None:
-        kept = "written" if report.folded else "not written: it loses too much"
-        rows.append(("With gates folded", f"{report.folded_perplexity:.4f} ({kept})"))
-    if report.heldout:
-        rows.append(
-            ("Measured on", f"{report.heldout}, {report.heldout_tokens} tokens")
-        )
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    load = 'model = AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")'
-    if not report.merged:
-        load = (
-            "from peft import PeftModel\n\n"
-            f"    base = AutoModelForCausalLM.from_pretrained({report.public_names[0]!r})\n"
-            '    model = PeftModel.from_pretrained(base, "PATH_TO_THIS_FOLDER")'
-        )
-    what = (
-        "A mixture of experts"
-        if report.merged
-        else "A PEFT adapter for a mixture of experts"
-    )
-    kept = "Loads of the experts before and after are in `moesaic_finetune.json` and `loads.png`.\n"
-    loads = kept if report.loads_after else ""
-    how = f"\nCommand:\n\n    {command}\n" if command else ""
-    return f"""---
-{yaml.safe_dump(front, sort_keys=False).strip()}
----
-
-# {name}, fine-tuned
-
-{what} made by moesaic, recovered by light fine-tuning.
-
-| | |
-|---|---|
-{table}
-{how}
-Use, with moesaic installed:
-
-    import moesaic
-    from transformers import AutoModelForCausalLM
-    {load}
-
-{loads}The losses are in `learning_curve.csv`, the settings in `moesaic_finetune.json`.
-"""

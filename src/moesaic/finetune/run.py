@@ -34,10 +34,12 @@ from moesaic.finetune.lora import (
     routers_of,
 )
 from moesaic.finetune.lora import merge as merge_lora
+from moesaic.finetune.model_card import finetune_card
 from moesaic.finetune.prepare import Ready, prepare
-from moesaic.finetune.report import FinetuneReport, finetune_card
+from moesaic.finetune.report import FinetuneReport
 from moesaic.finetune.train import Machine, Settings, gather, train
 from moesaic.output import draft as checkpoint
+from moesaic.output.atomic import set_usual_permissions
 from moesaic.output.model_card import licence_of
 
 FOLD_LOSS = (
@@ -321,10 +323,9 @@ def _write_files(
     (folder / "README.md").write_text(
         finetune_card(report, licence_of(resolve(report.model)), command), "utf-8"
     )
-    for path in filter(
-        Path.is_file, folder.iterdir()
-    ):  # safetensors makes private files
-        path.chmod((folder.stat().st_mode & 0o666) | 0o600)
+    for path in folder.iterdir():
+        if path.is_file():
+            set_usual_permissions(path)
 
 
 def _fingerprint(

@@ -1,117 +1,73 @@
-"""The model card saved beside the weights."""
+"""The model card: README.md beside the weights, with what the hub reads at its top."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
-from moesaic.conversion.report import ConversionReport
+TAGS = ["moesaic", "mixture-of-experts"]
 
-_LINKS = {
-    "cmoe": "Pei et al., Analytical FFN-to-MoE Restructuring via Activation Pattern Analysis, "
-    "ACL 2026",
-}
+Row = tuple[str, str]  # of the card's table: a name and its value
+
+
+def front_matter(
+    licence: str | None,
+    base_model: str | None = None,
+    library: str = "transformers",
+) -> ModelCardData:
+    """What the hub reads.
+
+    `base_model` is left out unless it is a hub id: a folder's name means nothing elsewhere.
+    """
+    on_hub = base_model is not None and "/" in base_model
+    return ModelCardData(
+        library_name=library,
+        pipeline_tag="text-generation",
+        license=licence,
+        base_model=base_model if on_hub else None,
+        tags=TAGS,
+    )
+
+
+def build_card(
+    front: ModelCardData,
+    title: str,
+    summary: str,
+    rows: Sequence[Row],
+    sections: Sequence[str] = (),
+) -> str:
+    """The text of a card: a title, what the model is, a table of facts, and what follows it."""
+    parts = [f"# {title}", summary, _table(rows), *sections]
+    body = "\n\n".join(parts)
+    header = f"---\n{front.to_yaml()}\n---"
+    card = ModelCard(f"{header}\n\n{body}\n")
+    return str(card)
+
+
+def code(text: str) -> str:
+    """A block of code: indented lines."""
+    lines = text.splitlines()
+    indented = [f"    {line}" if line else "" for line in lines]
+    return "\n".join(indented)
 
 
 def licence_of(folder: str | Path) -> str | None:
-    """The licence in the front matter of a local model's own card, if it has one."""
-    card = Path(folder) / "README.md"
+    """The licence that a local model's own card states. None without a card that can be read."""
+    path = Path(folder) / "README.md"
     try:
-        text = card.read_text()
-        if not text.startswith("---"):
-            return None
-        front = yaml.safe_load(text.split("---")[1])
-        return (
-            str(front["license"])
-            if isinstance(front, dict) and "license" in front
-            else None
-        )
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, IndexError):
+        front = metadata_load(path)
+    except (OSError, ValueError, yaml.YAMLError):
         return None
+    licence = (front or {}).get("license")
+    return None if licence is None else str(licence)
 
 
-def model_card(
-    report: ConversionReport, config: Any, licence: str | None, command: str
-) -> str:
-    """README.md of a converted model: what it is, how it was made, what it lost."""
-    base = config.moesaic["base_model"]
-    front: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-    }
-    if licence:
-        front["license"] = licence
-    if "/" in base:  # a hub id; a folder's name means nothing elsewhere
-        front["base_model"] = base
-    front["tags"] = ["moesaic", "mixture-of-experts"]
-    versions = ", ".join(
-        f"{name} {v}" for name, v in config.moesaic["versions"].items()
-    )
-    measured = "not measured: the calibration text left nothing to hold out"
-    if report.perplexity and report.dense_perplexity:
-        ratio = report.perplexity / report.dense_perplexity
-        measured = (
-            f"{report.perplexity:.3f}, dense {report.dense_perplexity:.3f}, ratio {ratio:.3f} "
-            f"({report.heldout}, {report.heldout_tokens} tokens predicted, "
-            f"windows of {report.sequence_length})"
-        )
-    ours, dense = report.macs, report.dense_macs
-    rows = [
-        ("Base model", base),
-        ("Licence", licence or "as the base model's"),
-        ("Recipe", f"`{report.recipe['name']}`: {report.recipe['about']}"),
-        ("Layout", f"{report.layout}: {report.shape}"),
-        ("Active FFN neurons", f"{report.active_ffn_fraction:.1%} per token"),
-        (
-            "Multiply-accumulates per token",
-            f"{ours / 1e6:.4g} M (dense {dense / 1e6:.4g} M)",
-        ),
-        (
-            "Calibration",
-            f"{report.calibration}, {report.tokens} tokens, seed {report.seed}",
-        ),
-        ("Perplexity", measured),
-        ("Made with", versions),
-    ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    outer = config.moesaic.get("num_outer")
-    what = (
-        f"one of its {outer} experts a layer cut into shared and routed sub-experts"
-        if outer
-        else "dense feed-forward network cut into shared and routed experts"
-    )
-    load = "router recall and expert load"
-    if config.moesaic["router"]["kind"] == "gates":
-        what = "dense feed-forward network made one whose neurons are chosen for each token"
-        load = "and router recall"
-    source = _LINKS.get(report.recipe["name"])
-    method = f" Method: {source}." if source else ""
-    return f"""---
-{yaml.safe_dump(front, sort_keys=False).strip()}
----
-
-# {Path(base).name}, {report.layout}
-
-{base} with every {what} by moesaic, without
-training.{method}
-
-| | |
-|---|---|
-{table}
-
-Command:
-
-    {command}
-
-Use, with moesaic installed (or with `trust_remote_code=True` and no moesaic):
-
-    import moesaic
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")
-    tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
-
-Per-layer reconstruction error, {load} are in `moesaic_report.json`.
-"""
+def _table(rows: Sequence[Row]) -> str:
+    lines = ["| | |", "|---|---|"]
+    for name, value in rows:
+        shown = value.replace("|", r"\|")
+        lines.append(f"| {name} | {shown} |")
+    return "\n".join(lines)

@@ -1,0 +1,50 @@
+"""The card of an exported model: what stock engines run, and how close it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moesaic.output.model_card import Row, build_card, front_matter
+
+
+def export_card(report: Any, config: Any, licence: str | None) -> str:
+    """README.md of an exported model."""
+    base: str = config.moesaic["base_model"]
+    layout: str = config.moesaic["layout"]
+    recipe: dict[str, Any] = config.moesaic["recipe"]
+
+    title = f"{Path(base).name}, {layout}, as {report.architecture}"
+    summary = (
+        f"{base} with every dense feed-forward network cut into shared and routed experts by "
+        "moesaic, written for stock engines."
+    )
+    rows: list[Row] = [
+        ("Base model", base),
+        ("Licence", licence or "as the base model's"),
+        ("Architecture", f"{report.architecture}, without code of its own"),
+        ("Layout", layout),
+        ("Recipe", f"`{recipe['name']}`: {recipe['about']}"),
+    ]
+    rows += _scale_rows(report.scales)
+    if report.comparison is not None:
+        rows += _comparison_rows(report.comparison)
+    front = front_matter(licence, base)
+    return build_card(front, title, summary, rows)
+
+
+def _scale_rows(scales: list[Any]) -> list[Row]:
+    """Of the layer where each is worst."""
+    error = max(scale.gate_error for scale in scales)
+    changed = max(scale.changed for scale in scales)
+    return [
+        ("Gates", f"1 up to {error:.1e} (root mean square, worst layer)"),
+        ("Tokens that run other experts", f"{changed:.2%} (worst layer)"),
+    ]
+
+
+def _comparison_rows(found: Any) -> list[Row]:
+    logits = f"differ by {found.mean:.1e} of their rms, at most {found.largest:.1e}"
+    before = f"{found.original_perplexity:.4f}"
+    perplexity = f"{found.perplexity:.4f}, before the export {before}"
+    return [("Logits", logits), ("Perplexity", perplexity)]

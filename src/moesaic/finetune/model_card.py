@@ -1,0 +1,93 @@
+"""The card of a fine-tuned model or adapter: what it was tuned on, and what it regained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moesaic.finetune.report import FinetuneReport
+from moesaic.output.model_card import Row, build_card, code, front_matter
+
+
+def finetune_card(
+    report: FinetuneReport, licence: str | None, command: str | None
+) -> str:
+    """README.md of a fine-tuned model or adapter."""
+    library = "transformers" if report.merged else "peft"
+    kind = "mixture of experts"
+    what = f"A {kind}" if report.merged else f"A PEFT adapter for a {kind}"
+    title = f"{Path(report.model).name}, fine-tuned"
+    summary = f"{what} made by moesaic, recovered by light fine-tuning."
+    front = front_matter(licence, library=library)
+    rows = _setting_rows(report) + _perplexity_rows(report)
+    return build_card(front, title, summary, rows, _sections(report, command))
+
+
+def _setting_rows(report: FinetuneReport) -> list[Row]:
+    values = report.settings
+    model, imitated = report.public_names
+    text = (
+        f"{report.data}: {values['samples']} x {values['sequence_length']} tokens, "
+        f"{values['epochs']} epoch(s)"
+    )
+    imitates = imitated or "nothing: next-token loss alone"
+    if report.teacher_tuned:
+        imitates += ", tuned on the same windows first"
+    rates = [f"{what} {rate:.3g}" for what, rate in report.rates.items()]
+    return [
+        ("Converted model", model),
+        ("Text", text),
+        ("Imitates", imitates),
+        ("LoRA", f"rank {values['rank']}, alpha {values['alpha']:g}"),
+        ("Learning rates", "; ".join(rates)),
+    ]
+
+
+def _perplexity_rows(report: FinetuneReport) -> list[Row]:
+    rows: list[Row] = [
+        ("Perplexity before", _shown(report.perplexity_before)),
+        ("Perplexity after", _shown(report.perplexity)),
+    ]
+    if report.teacher_perplexity is not None:
+        rows.append(("Dense model, tuned likewise", _shown(report.teacher_perplexity)))
+    if report.folded_perplexity is not None:
+        kept = "written" if report.folded else "not written: it loses too much"
+        folded = f"{report.folded_perplexity:.4f} ({kept})"
+        rows.append(("With gates folded", folded))
+    if report.heldout:
+        measured_on = f"{report.heldout}, {report.heldout_tokens} tokens"
+        rows.append(("Measured on", measured_on))
+    return rows
+
+
+def _shown(perplexity: float | None) -> str:
+    if perplexity is None:
+        return "not measured: nothing was held out"
+    return f"{perplexity:.4f}"
+
+
+def _sections(report: FinetuneReport, command: str | None) -> list[str]:
+    sections = []
+    if command:
+        sections += ["Command:", code(command)]
+    use = f"import moesaic\nfrom transformers import AutoModelForCausalLM\n{_load(report)}"
+    sections += ["Use, with moesaic installed:", code(use)]
+    loads = (
+        "Loads of the experts before and after are in `moesaic_finetune.json` and `loads.png`.\n"
+        if report.loads_after
+        else ""
+    )
+    losses = "The losses are in `learning_curve.csv`, the settings in `moesaic_finetune.json`."
+    sections.append(loads + losses)
+    return sections
+
+
+def _load(report: FinetuneReport) -> str:
+    folder = '"PATH_TO_THIS_FOLDER"'
+    if report.merged:
+        return f"model = AutoModelForCausalLM.from_pretrained({folder})"
+    base, _ = report.public_names
+    return (
+        "from peft import PeftModel\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained({base!r})\n"
+        f"model = PeftModel.from_pretrained(base, {folder})"
+    )

@@ -1,0 +1,320 @@
+"""What is written: whole or absent, under the names that loaders know, by one run at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, metadata_load
+from safetensors import safe_open
+
+import moesaic
+from moesaic.families.load import load_model
+from moesaic.output import draft as drafts
+from moesaic.output.atomic import new_path, write_file
+from moesaic.output.model_card import build_card, code, front_matter, licence_of
+from tests.families import CONTEXT, LAYERS, tiny_model, tokens
+
+WINDOWS = tokens(4, CONTEXT, seed=1)
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense") / "dense"
+    tiny_model("llama").save_pretrained(folder)
+    torch.save(WINDOWS, folder.parent / "windows.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(dense: Path) -> Path:
+    """A model that was converted in one go."""
+    output = dense.with_name("calm")
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, command="x")
+    return output
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def run_python(program: str, *arguments: object, **variables: str) -> Any:
+    words = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, env=os.environ | variables)
+
+
+# --- names -------------------------------------------------------------------------------------
+
+
+def test_files_of_weights_have_the_names_that_transformers_gives(converted: Path) -> None:
+    shards = sorted(path.name for path in converted.glob("*.safetensors"))
+    total = LAYERS + 1
+    assert shards == [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    assert not list(converted.glob("*.part"))
+
+
+def test_the_index_says_which_file_holds_what(converted: Path) -> None:
+    index = json.loads((converted / INDEX).read_text())
+    weight_map = index["weight_map"]
+    held: dict[str, str] = {}
+    size = 0
+    for path in converted.glob("*.safetensors"):
+        with safe_open(path, "pt") as shard:
+            for key in shard.keys():  # noqa: SIM118 - no mapping
+                held[key] = path.name
+                size += shard.get_tensor(key).nbytes
+    assert weight_map == held
+    assert index["metadata"]["total_size"] == size
+
+
+def test_converted_layers_come_first_and_in_order(converted: Path) -> None:
+    weight_map = json.loads((converted / INDEX).read_text())["weight_map"]
+    for key, name in weight_map.items():
+        layer = re.search(r"layers\.(\d+)\.mlp\.", key)
+        number = int(layer[1]) + 1 if layer else LAYERS + 1
+        assert name.startswith(f"model-{number:05d}-of-"), key
+
+
+def test_transformers_loads_the_folder_without_moesaic(converted: Path, tmp_path: Path) -> None:
+    program = """
+import sys, torch
+sys.modules["moesaic"] = None
+from transformers import AutoModelForCausalLM
+folder, ids, logits = sys.argv[1:]
+model, info = AutoModelForCausalLM.from_pretrained(
+    folder, trust_remote_code=True, output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"], info
+with torch.no_grad():
+    torch.save(model.eval()(torch.load(ids)).logits, logits)
+"""
+    torch.save(WINDOWS, tmp_path / "ids.pt")
+    done = run_python(
+        program, converted, tmp_path / "ids.pt", tmp_path / "logits.pt",
+        HF_MODULES_CACHE=str(tmp_path / "modules"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = load_model(converted)(WINDOWS).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+
+
+# --- a kill while files get their names --------------------------------------------------------
+
+# Dies after so many renames of a file of weights: to its final name, or back.
+_DIES_RENAMING = """
+import os, pathlib, signal, sys, torch
+import moesaic
+folder, output, final, when, resume = sys.argv[1:]
+real, count = pathlib.Path.rename, 0
+def rename(self, target):
+    global count
+    result = real(self, target)
+    name = pathlib.Path(target).name
+    if name.endswith(".safetensors") and name.startswith("model-") == (final == "final"):
+        count += 1
+        if count == int(when):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return result
+pathlib.Path.rename = rename
+moesaic.convert(folder, "cmoe", "S3A3E8", torch.load(folder + "/../windows.pt"),
+                output=output, command="x", resume=resume == "resume")
+"""
+
+
+def kill_while_renaming(dense: Path, output: Path, which: str, when: int, resume: str) -> None:
+    threads = str(torch.get_num_threads())
+    done = run_python(
+        _DIES_RENAMING, dense, output, which, when, resume, OMP_NUM_THREADS=threads
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("when", [1, LAYERS + 1])
+def test_a_kill_while_files_get_their_names_costs_nothing(
+    dense: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
+) -> None:
+    output = tmp_path / "out"
+    kill_while_renaming(dense, output, "final", when, "anew")
+    folder = drafts.draft_folder(output) / "model"
+    assert len(list(folder.glob("model-*"))) == when
+    made = []
+    real = drafts.save_layer
+    monkeypatch.setattr(
+        "moesaic.conversion.saved_layers.save_layer",
+        lambda *arguments: [made.append(arguments[1]), real(*arguments)],
+    )
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True, command="x")
+    assert made == []
+    assert files(output) == files(converted)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_kill_while_names_are_taken_back_costs_nothing(
+    dense: Path, converted: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    kill_while_renaming(dense, output, "final", 3, "anew")
+    kill_while_renaming(dense, output, "private", 2, "resume")
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True, command="x")
+    assert files(output) == files(converted)
+
+
+# --- one run at a time -------------------------------------------------------------------------
+
+
+def test_another_process_may_not_write_the_same_output(dense: Path, tmp_path: Path) -> None:
+    program = """
+import pathlib, sys
+from moesaic.output import draft
+with draft.open_draft(pathlib.Path(sys.argv[1]), {"seed": 0}, resume=False):
+    pass
+"""
+    output = tmp_path / "out"
+    lock = tmp_path / "out.partial.lock"
+    with drafts.open_draft(output, {"seed": 0}, resume=False) as draft:
+        assert lock.exists()
+        done = run_python(program, output)
+        assert done.returncode == 1
+        refusal = f"another run is writing {output}; choose another output"
+        assert refusal in done.stderr
+        assert (draft / "model").is_dir()
+        assert lock.exists()
+    assert not lock.exists()
+    done = run_python(program, output)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_lock_of_a_killed_run_holds_nobody_up(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    (tmp_path / "out.partial.lock").touch()
+    with drafts.open_draft(output, {"seed": 0}, resume=False):
+        pass
+    assert not (tmp_path / "out.partial.lock").exists()
+
+
+# --- layers of a draft -------------------------------------------------------------------------
+
+
+def test_a_layer_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    state = {"a.weight": torch.arange(6.0).view(2, 3).T}
+    report = {"layer": 2, "notes": ["few tokens"]}
+    with drafts.open_draft(tmp_path / "out", {}, resume=False) as draft:
+        assert drafts.load_layer(draft, 2) is None
+        drafts.save_layer(draft, 2, state, report)
+        found = drafts.load_layer(draft, 2)
+        assert found is not None
+        assert torch.equal(found[0]["a.weight"], state["a.weight"])
+        assert found[1] == report
+        (draft / "report-00002.json").write_text("{")
+        assert drafts.load_layer(draft, 2) is None
+
+
+# --- whole or absent ---------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.json"
+    write_file(path, "old")
+
+    def fails(self: Path, target: Path) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fails)
+        with pytest.raises(OSError, match="no"):
+            write_file(path, "new")
+    assert files(tmp_path) == {"rows.json": b"old"}
+    write_file(path, b"new")
+    assert files(tmp_path) == {"rows.json": b"new"}
+
+
+def test_a_file_has_the_mode_that_the_user_gives_new_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_file(tmp_path / "rows.json", "{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "rows.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_links_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.touch()
+    link.symlink_to(target)
+    write_file(link, "text")
+    assert link.is_symlink()
+    assert target.read_text() == "text"
+    write_file(Path(os.devnull), "text")
+    assert not Path(os.devnull).is_file()
+
+
+def test_a_path_that_is_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+
+    def write() -> None:
+        with new_path(output) as part:
+            part.write_text("ours")
+            output.write_text("theirs")
+
+    with pytest.raises(moesaic.MoesaicError, match="exists by now"):
+        write()
+    assert files(tmp_path) == {"out": b"theirs"}
+
+
+# --- the model card ----------------------------------------------------------------------------
+
+
+def test_a_card_by_hand() -> None:
+    front = front_matter("mit", "meta-llama/Llama-2-7b")
+    card = build_card(front, "A title", "What it is.", [("Text", "a|b")], ["Use:", code("x\n\ny")])
+    table = "| | |\n|---|---|\n| Text | a\\|b |"
+    body = f"# A title\n\nWhat it is.\n\n{table}\n\nUse:\n\n    x\n\n    y\n"
+    assert card.endswith(f"\n---\n\n{body}")
+    assert ModelCard(card).data.to_dict() == {
+        "library_name": "transformers", "pipeline_tag": "text-generation", "license": "mit",
+        "base_model": "meta-llama/Llama-2-7b", "tags": ["moesaic", "mixture-of-experts"],
+    }  # fmt: skip
+
+
+def test_a_folder_is_no_base_model_to_the_hub(converted: Path) -> None:
+    front = metadata_load(converted / "README.md")
+    assert front is not None
+    assert "base_model" not in front
+    assert "license" not in front
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: mit\n---\n# x", "mit"),
+        ("---\nlicense: mit\ntags: 5\nmodel-index: 7\n---\n# x", "mit"),
+        ("---\nlicense:\n---\n", None),
+        ("# no front matter", None),
+        ("---\nlicense: mit", None),
+        ("---\n- license\n---\n", None),
+        ("---\nlicense: [mit\n---\n", None),
+    ],
+)
+def test_the_licence_of_whole_and_broken_cards(
+    card: str, licence: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text(card)
+    assert licence_of(tmp_path) == licence
+
+
+def test_no_card_or_no_text_is_no_licence(tmp_path: Path) -> None:
+    assert licence_of(tmp_path) is None
+    (tmp_path / "README.md").write_bytes(b"\xff\xfe---")
+    assert licence_of(tmp_path) is None
