@@ -38,7 +38,9 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
             f"that samples x sequence length is {FEW_TOKENS:,} or more"
         )
     if _could_be_finer(report):
-        steps.append("a finer grain, more and smaller experts: --grain fine")
+        steps.append(
+            "a finer grain, more and smaller experts: --grain fine without --layout"
+        )
     steps += _other_methods(method)
     skipped = 1 - report.active_ffn_fraction
     if skipped > 0:
@@ -53,8 +55,8 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
 
 
 def _could_be_finer(report: ConversionReport) -> bool:
-    """Whether there are experts, fewer than the grain fine would make."""
-    if not any(layer.expert_load for layer in report.layers):
+    """Whether the grain fine would make more experts. Other methods fix the number."""
+    if report.recipe["name"] not in {OURS, DYNAMIC}:
         return False
     return Layout.parse(report.layout).num_total <= GRAINS["medium"]
 

@@ -75,7 +75,10 @@ def compare_command(
     dtype: Dtype = "auto",
     trust_remote_code: Trust = False,
 ) -> None:
-    """Convert a model by several methods at equal budgets, and rank the results."""
+    """Convert a model by several methods and rank them.
+
+    All skip the same share of neurons and are measured on the same text.
+    """
     try:
         shares = [float(part) for part in sparsity.split(",")]
     except ValueError as error:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from moesaic.cli.options import err, program
 from moesaic.cli.quiet import quieten
-from moesaic.cli.tables import out
+from moesaic.cli.tables import ACTIVE_FFN, PERPLEXITY, explained, out
 
 
 def demo_command(
@@ -20,13 +19,16 @@ def demo_command(
         typer.Option(help="Folder for the converted model."),
     ] = Path("moesaic-demo"),
 ) -> None:
-    """Convert the small model that moesaic carries, and compare the methods on it."""
+    """Convert the small model that moesaic carries.
+
+    Shows several methods beside each other.
+    """
     quieten()
     from moesaic.cli import demo_run
 
     rows = demo_run.run_demo(output, err.print)
     dense_perplexity = rows[0].perplexity
-    table = Table(
+    table = explained(
         "method",
         "perplexity",
         "over dense",
@@ -34,12 +36,13 @@ def demo_command(
         "MFLOPs per token",
         "seconds",
         title=f"demo model, {demo_run.SPARSITY:.0%} of the FFN skipped",
-        caption=(
-            "perplexity: on held-out text, lower is better; "
-            "over dense: divided by the dense model's; "
-            "active FFN: share of the FFN neurons that a token computes; "
-            "seconds: of the conversion"
-        ),
+        meanings=[
+            PERPLEXITY,
+            "over dense: perplexity over the dense model's",
+            ACTIVE_FFN,
+            "MFLOPs: millions of additions and multiplications",
+            "seconds: of the conversion",
+        ],
     )
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.2f}"

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from moesaic.cli.options import (
     Device,
@@ -20,7 +19,7 @@ from moesaic.cli.options import (
     write_json,
 )
 from moesaic.cli.quiet import quieten
-from moesaic.cli.tables import folded, out
+from moesaic.cli.tables import ACTIVE_FFN, PERPLEXITY, explained, folded, out
 from moesaic.errors import MoesaicError
 from moesaic.progress import progress
 
@@ -55,7 +54,7 @@ def evaluate_command(
     dtype: Dtype = "auto",
     trust_remote_code: Trust = False,
 ) -> None:
-    """Measure perplexity on text. Lower is better.
+    """Measure perplexity on text, beside the dense model's. Lower is better.
 
     The text is cut into windows that do not overlap.
     """
@@ -117,17 +116,13 @@ def _print(result: dict[str, Any]) -> None:
     rows = [result]
     if "against" in result:
         rows.append(result["against"])
-    table = Table(
+    table = explained(
         "model",
         "text",
         "perplexity",
         "tokens",
         "active FFN",
-        caption=(
-            "perplexity: lower is better; "
-            "tokens: how many were predicted; "
-            "active FFN: share of the FFN neurons that a token computes"
-        ),
+        meanings=[PERPLEXITY, "tokens: how many were predicted", ACTIVE_FFN],
     )
     for row in rows:
         for source, value in row["perplexity"].items():

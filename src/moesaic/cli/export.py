@@ -10,7 +10,7 @@ from rich.table import Table
 
 from moesaic.cli.options import JsonFile, Trust, check_json_file, write_json
 from moesaic.cli.quiet import quieten
-from moesaic.cli.tables import folded, out
+from moesaic.cli.tables import explained, folded, out
 from moesaic.errors import MoesaicError
 from moesaic.progress import status
 
@@ -62,7 +62,10 @@ def export_command(
     json_file: JsonFile = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write a converted model for stock transformers, vLLM or llama.cpp."""
+    """Write a converted model for other engines.
+
+    These are stock transformers, vLLM and llama.cpp.
+    """
     check_json_file(json_file)
     if why:
         _explain(model, json_file, trust_remote_code)
@@ -125,16 +128,16 @@ def _scale_of(epsilon: str) -> float | None:
 
 
 def _print(report: ExportReport) -> None:
-    table = Table(
+    table = explained(
         "layer",
         "scale",
         "gate error",
         "tokens that change experts",
-        caption=(
-            "scale: the router's scores are multiplied by it; "
-            "gate error: how far the gates are from 1; "
-            "tokens that change experts: share that now runs others than before"
-        ),
+        meanings=[
+            "scale: the router's scores are multiplied by it",
+            "gate error: how far the gates are from 1",
+            "tokens that change experts: share that now runs others than before",
+        ],
     )
     for layer, scale in enumerate(report.scales):
         table.add_row(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from moesaic.cli.options import (
     Device,
@@ -22,7 +21,7 @@ from moesaic.cli.options import (
     write_json,
 )
 from moesaic.cli.quiet import quieten
-from moesaic.cli.tables import out
+from moesaic.cli.tables import DEAD, explained, out
 from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
@@ -196,7 +195,7 @@ def finetune_command(
 
 def _print(report: FinetuneReport, output: Path) -> None:
     if report.loads_before:
-        table = Table(
+        table = explained(
             "layer",
             "max/mean load",
             "after",
@@ -204,11 +203,12 @@ def _print(report: FinetuneReport, output: Path) -> None:
             "after",
             "experts a token",
             "after",
-            caption=(
-                "max/mean load: tokens of the most used expert over the mean; "
-                "dead: experts that hardly any token runs; "
-                "experts a token: how many a token runs on average"
-            ),
+            meanings=[
+                "max/mean load: tokens of the most used expert, over the mean of all",
+                DEAD,
+                "experts a token: how many a token runs on average",
+                "after: the same after the training",
+            ],
         )
         pairs = zip(report.loads_before, report.loads_after, strict=True)
         for old, new in pairs:

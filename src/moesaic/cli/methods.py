@@ -32,6 +32,7 @@ def methods_command(
 def _print_all() -> None:
     for description in CONTENTS.values():
         _print_description(description)
+        _print("")
     _print("For the settings of one: moesaic methods NAME")
 
 
@@ -39,7 +40,7 @@ def _print_description(description: Description) -> None:
     out.print(description.name, style="bold", markup=False, highlight=False)
     _print(_INDENT + description.about)
     if description.runs is None:
-        _print(f"{_INDENT}runs in: nothing; it is a reference to compare with")
+        _print(f"{_INDENT}a reference to compare with: no model can hold it")
     else:
         _print(f"{_INDENT}runs in: {description.runs}")
     if description.paper is not None:

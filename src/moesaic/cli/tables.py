@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from moesaic.cli.advice import loss_ratio, next_steps
@@ -40,7 +41,13 @@ REFERENCE_HEADS = {
     "neuron-oracle": "neuron\noracle",
 }
 
-# What the columns mean, for captions.
+# What columns mean that stand in several tables.
+PERPLEXITY = "perplexity: how unsure the model is of the next token, lower is better"
+ACTIVE_FFN = "active FFN: share of the FFN neurons that a token computes"
+MAX_LOAD = "load max/mean: tokens of the most used expert, over the mean of all"
+DEAD = "dead: experts that hardly any token runs"
+
+# What the columns of a conversion's layers mean.
 MEANING = {
     "error": "error: of the layer's output on held-out tokens, over the output's energy",
     "static": "static: keeps the best neurons and routes nothing",
@@ -54,6 +61,12 @@ MEANING = {
 }
 
 
+def explained(*columns: str | Column, meanings: Sequence[str], **looks: Any) -> Table:
+    """An empty table, below which stands what its columns mean, a line each."""
+    caption = Text("\n".join(meanings))
+    return Table(*columns, caption=caption, caption_justify="left", **looks)
+
+
 def folded(*cells: str) -> list[Text]:
     """Cells that break over lines in a narrow terminal instead of losing their end."""
     return [Text(cell, overflow="fold") for cell in cells]
@@ -64,14 +77,15 @@ def macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
     models = [ours] if dense is None else [dense, ours]
     heads = ["converted"] if dense is None else ["dense", "converted"]
     plural = "s" if tokens > 1 else ""
-    table = Table(
+    table = explained(
         "GMACs",
         *heads,
         title=f"{title} ({tokens} token{plural})",
-        caption=(
-            "GMACs: billions of multiplications with a weight, each with an addition; "
-            "router: what chooses the experts; head: gives the next token's scores"
-        ),
+        meanings=[
+            "GMACs: billions of multiplications with a weight, each with an addition",
+            "router: chooses the experts",
+            "head: scores every word that could come next",
+        ],
     )
     for part, words in MACS_PARTS.items():
         if part == "sub_router" and not ours.sub_router:
@@ -120,8 +134,7 @@ def _layer_table(report: ConversionReport) -> Table:
     has_loads = any(layer.expert_load for layer in layers)
     load_column = ["load"] if has_loads else []
     columns = ["error", *references, "recall", *load_column, "ridge"]
-    meanings = "; ".join(MEANING[column] for column in columns)
-    table = Table(
+    table = explained(
         "layer",
         "error",
         *(REFERENCE_HEADS[name] for name in references),
@@ -130,7 +143,7 @@ def _layer_table(report: ConversionReport) -> Table:
         "ridge",
         title=f"{report.model}, {report.recipe['name']} {report.layout}: "
         f"{report.shape}",
-        caption=meanings,
+        meanings=[MEANING[column] for column in columns],
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -232,16 +245,16 @@ def comparison_table(result: dict[str, Any]) -> None:
         title = "one layout"
         if sparsity is not None:
             title = f"{sparsity:.0%} of the FFN neurons skipped"
-        table = Table(
+        table = explained(
             *headers(texts),
             title=title,
-            caption=(
-                "active FFN: share of the FFN neurons that a token computes; "
-                "MACs: multiply-accumulates over the dense model's, routers included; "
-                "over dense: perplexity over the dense model's, lower is better; "
-                "load max/mean: tokens of the most used expert over the mean; "
-                "dead: experts that hardly any token runs"
-            ),
+            meanings=[
+                ACTIVE_FFN,
+                "MACs: multiply-accumulates over the dense model's, routers included",
+                "over dense: perplexity over the dense model's, lower is better",
+                MAX_LOAD,
+                DEAD,
+            ],
         )
         for row in result["rows"]:
             if row["sparsity"] == sparsity:
