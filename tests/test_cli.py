@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import shutil
+import subprocess
 import sys
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
+from typer.main import get_command
 
 import moesaic
-from moesaic.cli.main import main
+from moesaic.cli.advice import next_steps
+from moesaic.cli.main import app, main
+from moesaic.cli.options import parse_settings
 from moesaic.demo import demo_path
 from moesaic.families.load import load_model, load_tokenizer
+from moesaic.methods.contents import CONTENTS
 from tests.families import tiny_model
 
 TEXT = "def main(argument):\n    return [argument for _ in range(10)]\n" * 400
@@ -167,10 +175,164 @@ def test_flops_of_llama_2_7b_from_its_config_alone(run: Run, tmp_path: Path) -> 
     assert "707.4" in total
 
 
-def test_recipes_lists_every_recipe(run: Run) -> None:
-    code, printed, _ = run("recipes")
+@pytest.mark.parametrize("command", ["methods", "recipes"])
+def test_methods_lists_every_method_with_where_it_runs_and_its_paper(
+    run: Run, command: str
+) -> None:
+    code, printed, _ = run(command)
     assert code == 0
-    assert all(name in printed for name in moesaic.RECIPES)
+    for method in CONTENTS.values():
+        assert method.name in printed
+        assert method.about in printed
+        assert method.runs is None or method.runs in printed
+        assert method.url is None or method.url in printed
+
+
+def test_settings_of_a_method(run: Run) -> None:
+    load = pytest.importorskip("moesaic.methods.load")
+    code, printed, _ = run("methods", "moesaic")
+    assert code == 0
+    for setting in fields(load.load_method("moesaic", None)):
+        assert not setting.init or setting.name in printed
+
+
+def test_settings_of_a_method_come_with_value_and_meaning(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class Method:
+        rounds: int = field(default=7, metadata={"help": "How often to repeat."})
+        plain: float = 0.5
+
+    module = ModuleType("moesaic.methods.load")
+    module.load_method = lambda name, settings: Method()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "moesaic.methods.load", module)
+    code, printed, _ = run("methods", "mine.yaml")
+    assert code == 0
+    rows = {cells[1].strip(): cells for cells in map(cut, printed.splitlines()) if len(cells) > 3}
+    assert [cell.strip() for cell in rows["rounds"][2:4]] == ["7", "How often to repeat."]
+    assert rows["plain"][2].strip() == "0.5"
+
+
+def cut(line: str) -> list[str]:
+    return line.split("│")
+
+
+def test_methods_of_an_unknown_name(run: Run) -> None:
+    check_error(*run("methods", "moesiac")[::2], "did you mean moesaic")
+
+
+def test_settings_are_read_as_numbers_truth_and_text() -> None:
+    given = ["a=3", "b=0.5", "c=true", "d=least-squares", "e=1e-3", "f=x=y", "g= false ", "h=a: b"]
+    assert parse_settings(given) == {
+        "a": 3, "b": 0.5, "c": True, "d": "least-squares", "e": 0.001, "f": "x=y", "g": False,
+        "h": "a: b",
+    }  # fmt: skip
+    assert parse_settings([]) == {}
+
+
+@pytest.mark.parametrize("given", ["rounds", "=3", ""])
+def test_a_setting_without_name_or_value_is_refused(run: Run, given: str) -> None:
+    result = run("convert", "demo", "--output", "x", "--set", given)
+    check_error(*result[::2], "is not of the form NAME=VALUE")
+
+
+def test_method_and_set_reach_the_conversion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def convert(**choices: object) -> None:
+        asked.append(choices)
+        raise moesaic.MoesaicError("enough")
+
+    monkeypatch.setattr("moesaic.conversion.convert.convert", convert)
+    settings = ("--set", "rounds=3", "--set", "exact=true")
+    for option in ("--method", "--recipe"):
+        run("convert", "demo", "--output", "x", option, "cmoe", *settings)
+    for choices in asked:
+        assert choices["recipe"] == "cmoe"
+        assert choices["settings"] == {"rounds": 3, "exact": True}
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "distill"), [([], "auto"), (["--distill", "none"], "none")]
+)
+def test_fine_tuning_imitates_the_dense_model_unless_told_not_to(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str], distill: str
+) -> None:
+    asked: dict[str, object] = {}
+
+    def finetune(*unused: object, **choices: object) -> None:
+        asked.update(choices)
+        raise moesaic.MoesaicError("enough")
+
+    monkeypatch.setattr(importlib.import_module("moesaic.finetune.run"), "finetune", finetune)
+    check_error(*run("finetune", "demo", "--output", "x", *options)[::2], "enough")
+    assert asked["distill"] == distill
+
+
+@pytest.mark.parametrize("option", ["--methods", "--recipes"])
+def test_methods_to_compare_have_two_names(
+    run: Run, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def compare(model: str, names: list[str], **unused: object) -> None:
+        raise moesaic.MoesaicError(f"asked for {names}")
+
+    monkeypatch.setattr("moesaic.comparison.compare.compare", compare)
+    result = run("compare", "demo", option, "cmoe, moesaic")
+    check_error(*result[::2], "asked for ['cmoe', 'moesaic']")
+
+
+def test_flops_of_a_method(run: Run) -> None:
+    named = run("flops", "demo", "--layout", "S1A5E8", "--method", "moesaic")
+    assert named == run("flops", "demo", "--layout", "S1A5E8", "--recipe", "moesaic")
+    assert named[0] == 0
+
+
+def test_help_of_export_names_every_format(run: Run) -> None:
+    _, printed, _ = run("export", "--help")
+    for name in importlib.import_module("moesaic.export.run").FORMATS:
+        assert name in printed
+
+
+@pytest.mark.parametrize("command", list(get_command(app).commands))
+def test_every_command_and_option_has_a_help_text(command: str) -> None:
+    found = get_command(app).commands[command]
+    assert found.help
+    assert [option.name for option in found.params if not option.help] == []
+
+
+HEAVY = ("torch", "transformers", "numpy", "scipy", "accelerate", "matplotlib", "datasets")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--version"],
+        ["--help"],
+        *([command, "--help"] for command in get_command(app).commands),
+        ["methods"],
+        ["methods", "moesiac"],
+        ["convrt"],
+        ["convert", "--hlep"],
+        ["convert", "demo", "--output", "x", "--set", "rounds"],
+    ],
+    ids=" ".join,
+)
+def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
+    code = f"""
+import sys
+sys.argv = ["moesaic", *{words!r}]
+from moesaic.cli.main import main
+try:
+    main()
+except SystemExit:
+    print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "loaded: []"
 
 
 def test_version(run: Run) -> None:
@@ -418,6 +580,101 @@ def test_eval_refuses_another_tokenizer(run: Run, model: Path, text: Path, share
     check_error(*run(*arguments)[::2], "into different tokens: not comparable")
 
 
+def eval_row(printed: str, model: object) -> bool:
+    return any(cut(line)[1].strip() == str(model) for line in printed.splitlines() if "│" in line)
+
+
+def test_eval_compares_with_the_dense_model_unless_told_not_to(
+    run: Run, converted: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moesaic.families.load.dense_of", lambda *_: "demo", raising=False)
+    words = ["eval", converted, "--text", text, "--max-tokens", 100]
+    code, printed, _ = run(*words)
+    assert code == 0
+    assert eval_row(printed, "demo")
+    assert "ratio on" in printed
+    code, printed, _ = run(*words, "--against", "none")
+    assert code == 0
+    assert not eval_row(printed, "demo")
+    assert "ratio on" not in printed
+
+
+@pytest.mark.parametrize(
+    ("dense", "message"),
+    [
+        (None, "the dense model was not found: no comparison; name it by --against"),
+        ("somebody/absent-model", "no comparison with the dense model: "),
+    ],
+)
+def test_eval_goes_on_without_a_dense_model_that_cannot_be_had(
+    run: Run, converted: Path, text: Path, monkeypatch: pytest.MonkeyPatch, dense: str | None,
+    message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("moesaic.families.load.dense_of", lambda *_: dense, raising=False)
+    code, printed, error = run("eval", converted, "--text", text, "--max-tokens", 100)
+    assert code == 0
+    assert message in error
+    assert eval_row(printed, converted)
+
+
+def test_eval_of_a_dense_model_compares_with_nothing(run: Run, model: Path, text: Path) -> None:
+    code, printed, error = run("eval", model, "--text", text, "--max-tokens", 100)
+    assert code == 0
+    assert "ratio" not in printed
+    assert "comparison" not in error
+
+
+def report(**facts: object) -> SimpleNamespace:
+    """What the advice reads of a ConversionReport: a usual one that lost 10 %."""
+    usual = {
+        "perplexity": 11.0,
+        "dense_perplexity": 10.0,
+        "recipe": {"name": "moesaic"},
+        "layout": "S1A21E32",
+        "tokens": 131_072,
+        "active_ffn_fraction": 0.75,
+    }
+    return SimpleNamespace(**(usual | facts))
+
+
+def advice(**facts: object) -> str:
+    return "\n".join(next_steps(report(**facts), "out"))  # type: ignore[arg-type]
+
+
+def test_advice_follows_from_the_facts_of_a_report() -> None:
+    usual = advice()
+    assert "--grain fine" in usual
+    assert "skips 25% of the FFN neurons" in usual
+    assert "--target-ratio 1.03" in usual
+    assert "moesaic finetune out --output out-tuned" in usual
+    assert "--method moesaic-dynamic" in usual
+    assert "--method moesaic-neurons" in usual
+    assert "calibration" not in usual
+    assert advice(perplexity=10.3) == ""
+    assert advice(perplexity=None) == ""
+    assert "4,096 tokens are few" in advice(tokens=4096)
+    assert "--grain fine" not in advice(layout="S1A95E128")
+    assert "--grain fine" not in advice(recipe={"name": "cmoe"}, layout="S3A3E8")
+    neurons = advice(recipe={"name": "moesaic-neurons"})
+    assert "--method" not in neurons
+    assert "--method moesaic" in advice(recipe={"name": "cmoe"})
+    assert "finetune" not in advice(recipe={"name": "oracle"})
+
+
+def test_a_bad_conversion_ends_with_advice(
+    run: Run, model: Path, text: Path, tmp_path: Path
+) -> None:
+    code, printed, _ = run(
+        "convert", model, "--output", tmp_path / "out", "--calibration", text, *CMOE,
+        "--sequence-length", 64, "--samples", 4,
+    )  # fmt: skip
+    assert code == 0
+    assert "if that is too much loss, try one of:" in printed
+    assert "  - more calibration text: 256 tokens are few" in printed
+    for meaning in ("error: of the layer's output", "recall: share of", "load: tokens of"):
+        assert meaning in printed
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -474,8 +731,8 @@ def test_a_full_gpu_is_one_line_with_the_command_s_own_advice(
     def full(*unused: object, **more: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr("moesaic.cli.main.convert_model", full)
-    monkeypatch.setattr("moesaic.cli.finetune.finetune", full)
+    monkeypatch.setattr("moesaic.conversion.convert.convert", full)
+    monkeypatch.setattr(importlib.import_module("moesaic.finetune.run"), "finetune", full)
     code, _, error = run(*words)
     assert (code, error.count("\n")) == (2, 1)
     assert f"out of memory on the GPU; try {advice}" in error
@@ -485,8 +742,8 @@ def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatc
     def interrupted(*unused: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moesaic.cli.flops.load_config", interrupted)
-    monkeypatch.setattr("moesaic.cli.main.convert_model", interrupted)
+    monkeypatch.setattr("moesaic.families.load.load_config", interrupted)
+    monkeypatch.setattr("moesaic.conversion.convert.convert", interrupted)
     assert run("flops", "demo")[0::2] == (130, "interrupted\n")
     code, _, error = run("convert", "demo", "--output", "x")
     assert code == 130
@@ -494,10 +751,10 @@ def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.cli.demo.HELDOUT_TOKENS", 4096)
-    monkeypatch.setattr("moesaic.cli.demo.SAMPLES", 8)
+    monkeypatch.setattr("moesaic.cli.demo_run.HELDOUT_TOKENS", 4096)
+    monkeypatch.setattr("moesaic.cli.demo_run.SAMPLES", 8)
     with monkeypatch.context() as patch:
-        patch.setattr("moesaic.cli.demo.RECIPES", ("static",))
+        patch.setattr("moesaic.cli.demo_run.RECIPES", ("static",))
         assert run("demo", "--output", tmp_path / "demo")[0] == 0
     code, printed, _ = run("demo", "--output", tmp_path / "demo")  # replaces the first
     assert code == 0

@@ -1,15 +1,28 @@
-"""moesaic turns a dense language model into a Mixture-of-Experts, without training."""
+"""moesaic turns a dense language model into a Mixture-of-Experts, without training.
+
+A public name is imported when it is first used, for torch takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from moesaic._version import __version__
-from moesaic.comparison.compare import compare
-from moesaic.conversion.convert import convert
-from moesaic.conversion.report import ConversionReport
-from moesaic.errors import MoesaicError
-from moesaic.evaluate.perplexity import perplexity
-from moesaic.export import ExportReport, explain, export
-from moesaic.finetune import FinetuneReport, finetune
-from moesaic.layout import Layout
-from moesaic.methods.recipe import RECIPES, Recipe, load_recipe
+from moesaic.registration import register
+
+if TYPE_CHECKING:
+    from moesaic.comparison.compare import compare
+    from moesaic.conversion.convert import convert
+    from moesaic.conversion.report import ConversionReport
+    from moesaic.errors import MoesaicError
+    from moesaic.evaluate.perplexity import perplexity
+    from moesaic.export import ExportReport, explain, export
+    from moesaic.finetune import FinetuneReport, finetune
+    from moesaic.layout import Layout
+    from moesaic.methods.recipe import RECIPES, Recipe, load_recipe
 
 __all__ = [
     "RECIPES",
@@ -28,3 +41,51 @@ __all__ = [
     "load_recipe",
     "perplexity",
 ]
+
+# The module that defines each public name.
+_HOMES = {
+    "RECIPES": "moesaic.methods.recipe",
+    "ConversionReport": "moesaic.conversion.report",
+    "ExportReport": "moesaic.export.run",
+    "FinetuneReport": "moesaic.finetune.report",
+    "Layout": "moesaic.layout",
+    "MoesaicError": "moesaic.errors",
+    "Recipe": "moesaic.methods.recipe",
+    "compare": "moesaic.comparison.compare",
+    "convert": "moesaic.conversion.convert",
+    "explain": "moesaic.export.run",
+    "export": "moesaic.export.run",
+    "finetune": "moesaic.finetune.run",
+    "load_recipe": "moesaic.methods.recipe",
+    "perplexity": "moesaic.evaluate.perplexity",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name at its first use. Python calls this for a missing name."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `moesaic.export` and `moesaic.finetune` the functions of these names.
+
+    Importing the packages moesaic.export or moesaic.finetune would put them there.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _HOMES and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+register()

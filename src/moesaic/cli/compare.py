@@ -1,4 +1,4 @@
-"""`moesaic compare` on the command line."""
+"""`moesaic compare`: several methods at the same budget, as a command."""
 
 from __future__ import annotations
 
@@ -7,72 +7,97 @@ from typing import Annotated
 
 import typer
 
-from moesaic.cli.options import Device, Dtype, Grain, Trust, err
+from moesaic.cli.options import Device, Dtype, Grain, Resume, SequenceLength, Trust
+from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import comparison_table, out
-from moesaic.comparison.compare import compare
 from moesaic.errors import MoesaicError
+from moesaic.progress import status
 
 
 def compare_command(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, or demo.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="The dense model: hub id, folder, or demo."),
+    ],
     recipes: Annotated[
         str,
         typer.Option(
-            help="Names or FILE.yaml, with commas; references are always added."
+            "--methods",
+            "--recipes",
+            help="Methods or FILE.yaml, with commas. Simple references such as "
+            "static pruning are always added.",
         ),
     ] = "moesaic,moesaic-dynamic,cmoe",
     sparsity: Annotated[
-        str, typer.Option(help="Shares of the FFN to skip, with commas.")
-    ] = ("0.25,0.5"),
+        str,
+        typer.Option(help="Shares of the FFN neurons that a token skips, with commas."),
+    ] = "0.25,0.5",
     layout: Annotated[
         str | None,
-        typer.Option(help="One SxAyEz for all recipes instead of sparsities."),
+        typer.Option(help="One SxAyEz for all methods, instead of sparsities."),
     ] = None,
     grain: Grain = "medium",
-    calibration: Annotated[str | None, typer.Option(help="As for convert.")] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="Text that the model is run on, as for convert. "
+            "[default: wikitext2, or demo for the demo model]"
+        ),
+    ] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="SOURCE to evaluate on; repeatable. Default: held out of --calibration."
+            help="Text to measure on. May be given more than once. "
+            "[default: a part of --calibration that no method sees]"
         ),
     ] = None,
     seeds: Annotated[
-        int, typer.Option(help="Drawings of the calibration windows.")
+        int,
+        typer.Option(help="Repeat so often, on other calibration windows each time."),
     ] = 3,
     samples: Annotated[
         int | None,
-        typer.Option(help="Calibration windows [default: what the recipes need]."),
+        typer.Option(
+            help="Calibration windows. [default: as many as the methods need]"
+        ),
     ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a window [default: min(2048, context)]."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Of each text, its start.")] = 65_536,
+    sequence_length: SequenceLength = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option(help="Measure on so many tokens, from the start of each text."),
+    ] = 65_536,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for compare.json, .md and .png.")
+        Path | None,
+        typer.Option(help="Folder for compare.json, compare.md and compare.png."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a killed run.")
-    ] = False,
+    resume: Resume = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     trust_remote_code: Trust = False,
 ) -> None:
-    """Convert by several recipes at equal budgets and rank them on the same tokens."""
+    """Convert a model by several methods and rank them.
+
+    All skip the same share of neurons and are measured on the same text.
+    """
     try:
         shares = [float(part) for part in sparsity.split(",")]
     except ValueError as error:
         raise MoesaicError(
             f"--sparsity {sparsity!r}: numbers with commas, as 0.25,0.5"
         ) from error
-    with err.status("comparing") as status:
+    default_calibration = "demo" if model == "demo" else "wikitext2"
+    names = [name.strip() for name in recipes.split(",")]
+    quieten()
+    from moesaic.comparison.compare import compare
+
+    with status("comparing") as tell:
         result = compare(
             model,
-            [name.strip() for name in recipes.split(",")],
+            names,
             sparsity=shares,
             layout=layout,
             grain=grain,
-            calibration=calibration or ("demo" if model == "demo" else "wikitext2"),
+            calibration=calibration or default_calibration,
             text=text,
             seeds=seeds,
             samples=samples,
@@ -83,7 +108,7 @@ def compare_command(
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
-            progress=status.update,
+            progress=tell,
         )
     comparison_table(result)
     if output is not None:

@@ -1,73 +1,70 @@
-"""`moesaic demo`: the main job on the embedded model, with its references."""
+"""`moesaic demo`: the main job on the embedded model, as a command."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import shlex
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from moesaic.calibration.text import to_ids
-from moesaic.conversion.convert import convert
-from moesaic.evaluate.perplexity import perplexity
-from moesaic.evaluate.work import count_macs
-from moesaic.families.load import load_model, load_tokenizer
-from moesaic.layout import layouts_for
-from moesaic.methods.recipe import load_recipe
-from moesaic.output.draft import check_output
+import typer
 
-SPARSITY = 0.25
-RECIPES = ("moesaic", "cmoe", "static-repaired", "static", "random")
-SAMPLES = 64  # of 512 tokens
-HELDOUT_TOKENS = 65_536
+from moesaic.cli.options import err, program
+from moesaic.cli.quiet import quieten
+from moesaic.cli.tables import ACTIVE_FFN, PERPLEXITY, explained, out
 
 
-@dataclass
-class DemoRow:
-    name: str
-    perplexity: float
-    active_ffn_fraction: float
-    macs: float  # per token
-    seconds: float | None  # of the conversion, without loading and evaluating
+def demo_command(
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder for the converted model."),
+    ] = Path("moesaic-demo"),
+) -> None:
+    """Convert the small model that moesaic carries.
 
-
-def run_demo(output: Path, say: Callable[[str], Any]) -> list[DemoRow]:
-    """Converts the demo model by our recipe, saves and reloads it, and evaluates it.
-
-    Beside it stand the dense model and, at the same budget and on the same calibration tokens,
-    the paper's method, static pruning with and without repair, and a random conversion.
-    Calibration and held-out text are disjoint modules of the standard library.
+    Shows several methods beside each other.
     """
-    check_output(output, overwrite=True, resume=False)
-    tokenizer = load_tokenizer("demo")
-    ids = to_ids("demo", tokenizer, heldout=True)
-    dense = load_model("demo", "float32")
-    length = dense.config.max_position_embeddings
+    quieten()
+    from moesaic.cli import demo_run
 
-    def row(name: str, model: Any, seconds: float | None) -> DemoRow:
-        value, _ = perplexity(model, ids, length, HELDOUT_TOKENS)
-        macs = count_macs(model, 1)
-        return DemoRow(name, value, macs.active_ffn_fraction, macs.total, seconds)
-
-    say("dense model: evaluating")
-    rows = [row("dense", dense, None)]
-    neurons = dense.config.intermediate_size
-    for recipe in RECIPES:
-        layout = layouts_for(SPARSITY, neurons, experts=load_recipe(recipe).experts)[0]
-        say(f"{recipe}: converting to {layout} and evaluating")
-        target = output if recipe == RECIPES[0] else None
-        model, report = convert(
-            "demo",
-            recipe,
-            layout,
-            "demo",
-            samples=SAMPLES,
-            output=target,
-            overwrite=True,
-            dtype="float32",
-            command=f"moesaic convert demo --layout {layout} --output {output} --dtype float32",
+    rows = demo_run.run_demo(output, err.print)
+    dense_perplexity = rows[0].perplexity
+    table = explained(
+        "method",
+        "perplexity",
+        "over dense",
+        "active FFN",
+        "MFLOPs per token",
+        "seconds",
+        title=f"demo model, {demo_run.SPARSITY:.0%} of the FFN skipped",
+        meanings=[
+            PERPLEXITY,
+            "over dense: perplexity over the dense model's",
+            ACTIVE_FFN,
+            "MFLOPs: millions of additions and multiplications",
+            "seconds: of the conversion",
+        ],
+    )
+    for row in rows:
+        seconds = "" if row.seconds is None else f"{row.seconds:.2f}"
+        table.add_row(
+            row.name,
+            f"{row.perplexity:.2f}",
+            f"{row.perplexity / dense_perplexity:.3f}",
+            f"{row.active_ffn_fraction:.1%}",
+            f"{2 * row.macs / 1e6:.2f}",
+            seconds,
         )
-        if target is not None:
-            model = load_model(target)
-        rows.append(row(recipe, model, sum(report.step_seconds.values())))
-    return rows
+    out.print(table)
+    out.print(f"the converted model lies in {output}")
+    next_command = [
+        program(),
+        "eval",
+        str(output),
+        "--text",
+        "demo",
+        "--against",
+        "demo",
+        "--max-tokens",
+        str(demo_run.HELDOUT_TOKENS),
+    ]
+    out.print(f"next:\n  {shlex.join(next_command)}")

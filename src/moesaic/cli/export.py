@@ -1,75 +1,83 @@
-"""`moesaic export` on the command line."""
+"""`moesaic export`: a converted model for other engines, as a command."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from moesaic.cli.options import Trust, check_json_file, err, write_json
-from moesaic.cli.tables import folded, out
+from moesaic.cli.options import JsonFile, Trust, check_json_file, write_json
+from moesaic.cli.quiet import quieten
+from moesaic.cli.tables import explained, folded, out
 from moesaic.errors import MoesaicError
-from moesaic.export import FORMATS, ExportReport, explain, export
+from moesaic.progress import status
+
+if TYPE_CHECKING:
+    from moesaic.export import ExportReport
 
 
 def export_command(
-    model: Annotated[str, typer.Argument(help="A converted model: folder or hub id.")],
-    format: Annotated[str | None, typer.Option(help=", ".join(FORMATS))] = None,
+    model: Annotated[
+        str,
+        typer.Argument(help="A converted model: folder or hub id."),
+    ],
+    format: Annotated[
+        str | None,
+        # As in moesaic.export.run.FORMATS, which is too slow to import for a help text.
+        typer.Option(help="glm4_moe, qwen2_moe, gguf or gguf-qwen2moe."),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="New folder, or NAME.gguf.")
+        Path | None,
+        typer.Option(help="A new folder; for GGUF a new file NAME.gguf."),
     ] = None,
     epsilon: Annotated[
         str,
         typer.Option(
-            help="Standard deviation given to the scores; auto leaves the gates within 2e-4 of 1."
+            help="How far to scale the router's scores down: their standard deviation "
+            "afterwards. auto leaves the gates within 2e-4 of 1."
         ),
     ] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16; GGUF also float16 and q8_0.")
+        str,
+        typer.Option(
+            help="Number format: auto, float32 or bfloat16; GGUF also float16 and q8_0."
+        ),
     ] = "auto",
     verify: Annotated[
         str | None,
-        typer.Option(help="SOURCE of text to compare the export and the original on."),
+        typer.Option(
+            help="Compare the export with the original on this text, "
+            "given as for eval --text."
+        ),
     ] = None,
     why: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Say which formats can hold the model, and why not."
+            "--explain",
+            help="Only say which formats can hold the model, and why others cannot.",
         ),
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report to this file.")
-    ] = None,
+    json_file: JsonFile = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write a converted model for stock transformers, vLLM or llama.cpp."""
+    """Write a converted model for other engines.
+
+    These are stock transformers, vLLM and llama.cpp.
+    """
     check_json_file(json_file)
     if why:
-        table = Table("format", "fits", "why not", title=model)
-        found = explain(model, trust_remote_code)
-        for name, reasons in found.items():
-            table.add_row(name, "no" if reasons else "yes", *folded("; ".join(reasons)))
-        out.print(table)
-        write_json(json_file, found)
+        _explain(model, json_file, trust_remote_code)
         return
     if format is None or output is None:
         raise MoesaicError("export needs --format and --output (or --explain)")
-    if json_file is not None and output.absolute() in (
-        json_file.absolute(),
-        *json_file.absolute().parents,
-    ):
-        raise MoesaicError(
-            f"--json {json_file} is the output, or inside it; choose another file"
-        )
-    try:
-        size = None if epsilon == "auto" else float(epsilon)
-    except ValueError as error:
-        raise MoesaicError(
-            f"--epsilon {epsilon!r} is neither auto nor a number"
-        ) from error
-    with err.status("exporting") as status:
+    _check_apart(json_file, output)
+    size = _scale_of(epsilon)
+    quieten()
+    from moesaic.export.run import export
+
+    with status("exporting") as tell:
         report = export(
             model,
             format,
@@ -78,14 +86,59 @@ def export_command(
             dtype=dtype,
             verify=verify,
             trust_remote_code=trust_remote_code,
-            progress=status.update,
+            progress=tell,
         )
     _print(report)
     write_json(json_file, report.to_dict())
 
 
+def _explain(model: str, json_file: Path | None, trust_remote_code: bool) -> None:
+    quieten()
+    from moesaic.export.run import explain
+
+    found = explain(model, trust_remote_code)
+    table = Table("format", "fits", "why not", title=model)
+    for name, reasons in found.items():
+        fits = "no" if reasons else "yes"
+        table.add_row(name, fits, *folded("; ".join(reasons)))
+    out.print(table)
+    write_json(json_file, found)
+
+
+def _check_apart(json_file: Path | None, output: Path) -> None:
+    """Refuses a --json that would lie in the output."""
+    if json_file is None:
+        return
+    place = json_file.absolute()
+    if output.absolute() in (place, *place.parents):
+        raise MoesaicError(
+            f"--json {json_file} is the output, or inside it; choose another file"
+        )
+
+
+def _scale_of(epsilon: str) -> float | None:
+    if epsilon == "auto":
+        return None
+    try:
+        return float(epsilon)
+    except ValueError as error:
+        raise MoesaicError(
+            f"--epsilon {epsilon!r} is neither auto nor a number"
+        ) from error
+
+
 def _print(report: ExportReport) -> None:
-    table = Table("layer", "scale", "gate error", "tokens that change experts")
+    table = explained(
+        "layer",
+        "scale",
+        "gate error",
+        "tokens that change experts",
+        meanings=[
+            "scale: the router's scores are multiplied by it",
+            "gate error: how far the gates are from 1",
+            "tokens that change experts: share that now runs others than before",
+        ],
+    )
     for layer, scale in enumerate(report.scales):
         table.add_row(
             str(layer),
@@ -97,9 +150,11 @@ def _print(report: ExportReport) -> None:
     if (found := report.comparison) is not None:
         changed = max(found.changed)
         out.print(
-            f"logits differ by {found.mean:.2e} of their rms on average, {found.largest:.2e} at "
-            f"most; {changed:.3%} of {found.tokens} tokens run other experts in the worst layer; "
-            f"perplexity {found.perplexity:.4f}, before the export {found.original_perplexity:.4f}"
+            f"logits differ by {found.mean:.2e} of their rms on average, "
+            f"{found.largest:.2e} at most; {changed:.3%} of {found.tokens} tokens run "
+            "other experts in the worst layer; "
+            f"perplexity {found.perplexity:.4f}, before the export "
+            f"{found.original_perplexity:.4f}"
         )
     for line in report.warnings:
         out.print(f"note: {line}")

@@ -1,120 +1,163 @@
-"""`moesaic finetune` on the command line."""
+"""`moesaic finetune`: better by a little training, as a command."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from accelerate import PartialState
-from rich.table import Table
 
-from moesaic.cli.options import Device, Dtype, Trust, check_json_file, write_json
-from moesaic.cli.tables import out
+from moesaic.cli.options import (
+    Device,
+    Dtype,
+    JsonFile,
+    Overwrite,
+    Resume,
+    Seed,
+    SequenceLength,
+    Trust,
+    check_json_file,
+    typed_command,
+    write_json,
+)
+from moesaic.cli.quiet import quieten
+from moesaic.cli.tables import DEAD, explained, out
 from moesaic.errors import MoesaicError
-from moesaic.finetune import FinetuneReport, finetune
+
+if TYPE_CHECKING:
+    from moesaic.finetune import FinetuneReport
 
 
 def finetune_command(
-    model: Annotated[str, typer.Argument(help="A converted model: folder or hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A converted model: folder or hub id."),
+    ],
     output: Annotated[
-        Path, typer.Option(help="Folder for the fine-tuned model or adapter.")
+        Path,
+        typer.Option(help="Folder for the fine-tuned model or adapter."),
     ],
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text: FILE[:FIELD], wikitext2, c4, hub:NAME:CONFIG:SPLIT:FIELD or demo "
-            "[default: wikitext2, or demo for what came from the demo model]."
+            help="Text to train on: FILE[:FIELD], wikitext2, c4, "
+            "hub:NAME:CONFIG:SPLIT:FIELD or demo. "
+            "[default: wikitext2, or demo for what came from the demo model]"
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Windows drawn from the text.")] = 2048,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a window [default: min(2048, context)]."),
-    ] = None,
-    epochs: Annotated[int, typer.Option()] = 1,
+    samples: Annotated[
+        int,
+        typer.Option(help="Windows drawn from the text."),
+    ] = 2048,
+    sequence_length: SequenceLength = None,
+    epochs: Annotated[
+        int,
+        typer.Option(help="How often to go through these windows."),
+    ] = 1,
     batch_size: Annotated[
-        int, typer.Option(help="Windows of one optimiser step, over all processes.")
+        int,
+        typer.Option(help="Windows of one optimiser step, over all processes."),
     ] = 16,
-    rank: Annotated[int, typer.Option(help="Of the LoRA weights.")] = 8,
+    rank: Annotated[
+        int,
+        typer.Option(help="Rank of the LoRA weights. More can learn more."),
+    ] = 8,
     alpha: Annotated[
-        float, typer.Option(help="LoRA weights count alpha / rank times.")
+        float,
+        typer.Option(help="LoRA weights count alpha / rank times."),
     ] = 32,
     lora_lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate of LoRA and routers, of routed experts over R^(1/4) [default: "
-            "5.95e-5; with --distill 3e-4]."
+            help="Learning rate of LoRA weights and routers. In routed experts it is "
+            "divided by R^(1/4) for R of them. "
+            "[default: 3e-4 with --distill, 5.95e-5 without]"
         ),
     ] = None,
     scale_lr: Annotated[
-        float, typer.Option(help="Learning rate of expert_scale.")
+        float,
+        typer.Option(help="Learning rate of the gates' scales (expert_scale)."),
     ] = 1e-3,
     balance_rate: Annotated[
         float,
-        typer.Option(help="Step of the selection bias towards equal loads; 0: none."),
+        typer.Option(
+            help="How fast the routers' biases move towards equal loads of the "
+            "experts. 0: not at all."
+        ),
     ] = 1e-3,
     distill: Annotated[
-        str | None,
-        typer.Option(help="The dense model, whose logits and FFNs are imitated."),
-    ] = None,
+        str,
+        typer.Option(
+            help="Dense model to imitate. auto: the one that was converted. "
+            "none: learn from the text alone."
+        ),
+    ] = "auto",
     tune_teacher: Annotated[
         bool,
         typer.Option(
             "--tune-teacher",
-            help="Tune the dense model on the same windows first: it teaches better, and is the "
-            "fair reference.",
+            help="First train the dense model on the same windows. It then teaches "
+            "better, and is the fair model to compare with.",
         ),
     ] = False,
     freeze_router: Annotated[
         bool,
-        typer.Option("--freeze-router", help="Of the router train expert_scale only."),
+        typer.Option(
+            "--freeze-router",
+            help="Keep the routers' weights. Only the gates' scales are trained.",
+        ),
     ] = False,
     merge: Annotated[
         bool,
         typer.Option(
-            "--merge/--adapter", help="Write a whole model, or a PEFT adapter."
+            "--merge/--adapter",
+            help="Write a whole model, or only a PEFT adapter.",
         ),
     ] = True,
     micro_batch: Annotated[
         int | None,
-        typer.Option(help="Windows at once on a device [default: 4,096 tokens]."),
+        typer.Option(
+            help="Windows at once on a device. Fewer need less memory. "
+            "[default: 4,096 tokens]"
+        ),
     ] = None,
     gradient_checkpointing: Annotated[
         bool,
         typer.Option(
-            "--gradient-checkpointing", help="Less memory, a third more time."
+            "--gradient-checkpointing",
+            help="Needs less memory and a third more time.",
         ),
     ] = False,
     checkpoint_every: Annotated[
-        int | None, typer.Option(help="Optimiser steps [default: a tenth of the run].")
+        int | None,
+        typer.Option(
+            help="Save so that --resume can go on, every so many optimiser steps. "
+            "[default: a tenth of the run]"
+        ),
     ] = None,
     tensorboard: Annotated[
-        str | None, typer.Option(help="Folder for TensorBoard's event files.")
+        str | None,
+        typer.Option(help="Folder for TensorBoard's event files."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report to this file.")
-    ] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    json_file: JsonFile = None,
+    seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUTPUT.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a killed run.")
-    ] = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Recover a converted model's quality by light fine-tuning."""
+    """Make a converted model better by a little training."""
     check_json_file(json_file)
     if json_file is not None and output.absolute() in json_file.absolute().parents:
         raise MoesaicError(
             f"--json {json_file} is inside the output; choose another file"
         )
-    kept = [word for word in sys.argv[1:] if word not in {"--resume", "--overwrite"}]
+    quieten()
+    from accelerate import PartialState
+
+    from moesaic.finetune.run import finetune
+
     report = finetune(
         model,
         output,
@@ -142,7 +185,7 @@ def finetune_command(
         overwrite=overwrite,
         resume=resume,
         trust_remote_code=trust_remote_code,
-        command=shlex.join(["moesaic", *kept]),
+        command=typed_command(),
         progress=True,
     )
     if PartialState().is_main_process:
@@ -152,7 +195,7 @@ def finetune_command(
 
 def _print(report: FinetuneReport, output: Path) -> None:
     if report.loads_before:
-        table = Table(
+        table = explained(
             "layer",
             "max/mean load",
             "after",
@@ -160,6 +203,12 @@ def _print(report: FinetuneReport, output: Path) -> None:
             "after",
             "experts a token",
             "after",
+            meanings=[
+                "max/mean load: tokens of the most used expert, over the mean of all",
+                DEAD,
+                "experts a token: how many a token runs on average",
+                "after: the same after the training",
+            ],
         )
         pairs = zip(report.loads_before, report.loads_after, strict=True)
         for old, new in pairs:

@@ -1,13 +1,17 @@
-"""Options that several commands share, and where they print."""
+"""Options that several commands share. Read without importing torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 
 from moesaic.errors import MoesaicError
@@ -19,15 +23,45 @@ Trust = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run code that the model brings along."),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Device = Annotated[
+    str,
+    typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1 and so on."),
+]
 Grain = Annotated[
     str,
     typer.Option(
-        help="coarse, medium or fine: at most 16, 32, 128 experts; slower, more accurate."
+        help="How many experts: coarse, medium or fine, at most 16, 32 or 128. "
+        "Finer is slower and more accurate."
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")
+    str,
+    typer.Option(
+        help="Number format: float32, bfloat16 or float16. auto keeps the model's own."
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(help="Same seed, same random choices."),
+]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens in a window of text. "
+        "[default: as many as the model reads at once, at most 2048]"
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the numbers to this file too."),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace the output if it exists."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with a run that was stopped."),
 ]
 
 
@@ -36,24 +70,70 @@ def numbers(option: str, text: str | None) -> list[int] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+    if not all(_is_whole_number(word) for word in words):
         raise MoesaicError(f"{option} {text!r}: give whole numbers such as 0,3,7")
     return [int(word) for word in words]
 
 
+def _is_whole_number(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < 10
+
+
+def parse_settings(given: list[str]) -> dict[str, object]:
+    """What --set NAME=VALUE says: numbers, true and false as such, the rest as text."""
+    settings: dict[str, object] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise MoesaicError(
+                f"--set {text!r} is not of the form NAME=VALUE; "
+                "write it as --set kmeans_rounds=8"
+            )
+        settings[name] = _value_of(value)
+    return settings
+
+
+def _value_of(text: str) -> object:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text.strip()
+    if isinstance(value, bool | int | float) or value is None:
+        return value
+    # YAML knows no number without a dot and a sign in its exponent, such as 1e-3.
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip()
+
+
 def check_json_file(path: Path | None) -> None:
-    """Raises MoesaicError for a --json that cannot be written, before the work begins."""
-    if path is not None and (
-        path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK)
-    ):
+    """Refuses a --json that cannot be written, before the work begins."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise MoesaicError(f"--json {path} is no file in a folder that can be written")
 
 
 def write_json(path: Path | None, values: Any) -> None:
+    """Writes the numbers of a command to the file that --json names."""
     if path is None:
         return
-    text = json.dumps(values, indent=2)
+    text = json.dumps(values, indent=2) + "\n"
     try:
-        write_file(path, text + "\n")
+        write_file(path, text)
     except OSError as error:
         raise MoesaicError(f"cannot write --json {path}: {error}") from error
+
+
+def program() -> str:
+    """What to type for this program: its path where it is not on the PATH."""
+    return "moesaic" if shutil.which("moesaic") else sys.argv[0]
+
+
+def typed_command() -> str:
+    """The command as model cards keep it. A resumed run is the run that it resumes."""
+    kept = [word for word in sys.argv[1:] if word not in {"--resume", "--overwrite"}]
+    return shlex.join(["moesaic", *kept])

@@ -2,18 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from moesaic.comparison.rows import cells_of, headers
-from moesaic.conversion.report import ConversionReport
-from moesaic.evaluate.work import Macs
+from moesaic.cli.advice import loss_ratio, next_steps
+
+if TYPE_CHECKING:
+    from moesaic.conversion.layer_error import LayerReport
+    from moesaic.conversion.report import ConversionReport
+    from moesaic.evaluate.work import Macs
 
 out = Console(soft_wrap=True)
+
+BILLION = 1e9
+
+# Lines of the table of work, with the words for those that do not explain themselves.
+MACS_PARTS = {
+    "attention": "attention",
+    "ffn": "ffn",
+    "router": "router",
+    "sub_router": "routers of experts",
+    "head": "head",
+    "total": "total",
+    "scores": "attention scores (not in total)",
+}
+
+# References of a layer, as column heads.
+REFERENCE_HEADS = {
+    "static": "static",
+    "static-repaired": "static\n+repair",
+    "random": "random",
+    "oracle": "oracle",
+    "neuron-oracle": "neuron\noracle",
+}
+
+# What columns mean that stand in several tables.
+PERPLEXITY = "perplexity: how unsure the model is of the next token, lower is better"
+ACTIVE_FFN = "active FFN: share of the FFN neurons that a token computes"
+MAX_LOAD = "load max/mean: tokens of the most used expert, over the mean of all"
+DEAD = "dead: experts that hardly any token runs"
+
+# What the columns of a conversion's layers mean.
+MEANING = {
+    "error": "error: of the layer's output on held-out tokens, over the output's energy",
+    "static": "static: keeps the best neurons and routes nothing",
+    "static-repaired": "static+repair: static, with refitted output weights",
+    "random": "random: random neurons for each token",
+    "oracle": "oracle: these experts, each token runs its best",
+    "neuron-oracle": "neuron oracle: each token runs its best neurons",
+    "recall": "recall: share of the oracle's experts that the router picks too",
+    "load": "load: tokens of the most used expert, over the mean of all",
+    "ridge": "ridge: how strongly the repair is held near the old weights",
+}
+
+
+def explained(*columns: str | Column, meanings: Sequence[str], **looks: Any) -> Table:
+    """An empty table, below which stands what its columns mean, a line each."""
+    caption = Text("\n".join(meanings))
+    return Table(*columns, caption=caption, caption_justify="left", **looks)
 
 
 def folded(*cells: str) -> list[Text]:
@@ -23,133 +74,188 @@ def folded(*cells: str) -> list[Text]:
 
 def macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
     """Multiply-accumulates before (where given) and after."""
-    columns = (
-        ["GMACs", "converted"] if dense is None else ["GMACs", "dense", "converted"]
+    models = [ours] if dense is None else [dense, ours]
+    heads = ["converted"] if dense is None else ["dense", "converted"]
+    plural = "s" if tokens > 1 else ""
+    table = explained(
+        "GMACs",
+        *heads,
+        title=f"{title} ({tokens} token{plural})",
+        meanings=[
+            "GMACs: billions of multiplications with a weight, each with an addition",
+            "router: chooses the experts",
+            "head: scores every word that could come next",
+        ],
     )
-    table = Table(*columns, title=f"{title} ({tokens} token{'s' * (tokens > 1)})")
-    parts = ["attention", "ffn", "router", "sub_router", "head", "total", "scores"]
-    if not ours.sub_router:
-        parts.remove("sub_router")
-    for part in parts:
-        counts = [
-            getattr(macs, part) / 1e9 for macs in (dense, ours) if macs is not None
-        ]
-        longer = {
-            "scores": "attention scores (not in total)",
-            "sub_router": "routers of experts",
-        }
-        name = longer.get(part, part)
-        table.add_row(
-            name,
-            *(f"{count:.4g}" if count < 100 else f"{count:.1f}" for count in counts),
-        )
+    for part, words in MACS_PARTS.items():
+        if part == "sub_router" and not ours.sub_router:
+            continue
+        counts = [getattr(macs, part) / BILLION for macs in models]
+        table.add_row(words, *(_count(count) for count in counts))
     out.print(table)
     share = f"active FFN neurons {ours.active_ffn_fraction:.1%}"
     if dense is not None:
         share += f", multiply-accumulates {ours.total / dense.total - 1:+.1%}"
     out.print(share)
     if ours.sub_router:
+        without = (ours.total - ours.sub_router) / BILLION
         out.print(
-            f"without the routers of experts, as the paper counts: "
-            f"{(ours.total - ours.sub_router) / 1e9:.5g} GMACs"
+            f"without the routers of experts, as the paper counts: {without:.5g} GMACs"
         )
 
 
-def report_tables(report: ConversionReport) -> None:
-    """A conversion's layers, perplexities and totals."""
-    names = {
-        "static": "static",
-        "static-repaired": "static\n+repair",
-        "random": "random",
-        "oracle": "oracle",
-        "neuron-oracle": "neuron\noracle",
-    }
-    shown = [n for n in names if any(n in layer.references for layer in report.layers)]
-    # Neurons as experts are too many to list, and what is not routed has no loads.
-    load_column = ["load"] if any(layer.expert_load for layer in report.layers) else []
-    table = Table(
+def _count(billions: float) -> str:
+    return f"{billions:.4g}" if billions < 100 else f"{billions:.1f}"
+
+
+def report_tables(report: ConversionReport, output: str) -> None:
+    """A conversion's layers, perplexities and totals, and what to do next."""
+    out.print(_layer_table(report))
+    _print_notes(report)
+    _print_warnings(report)
+    _print_choices(report)
+    _print_totals(report)
+    steps = next_steps(report, output)
+    if steps:
+        out.print("if that is too much loss, try one of:")
+    for step in steps:
+        out.print(f"  - {step}", highlight=False, markup=False)
+
+
+def _layer_table(report: ConversionReport) -> Table:
+    """A line for each layer: its error, and what the same budget loses otherwise."""
+    layers = report.layers
+    references = [
+        name
+        for name in REFERENCE_HEADS
+        if any(name in layer.references for layer in layers)
+    ]
+    # Neurons as experts are too many to list. Static pruning has no experts.
+    has_loads = any(layer.expert_load for layer in layers)
+    load_column = ["load"] if has_loads else []
+    columns = ["error", *references, "recall", *load_column, "ridge"]
+    table = explained(
         "layer",
         "error",
-        *(names[name] for name in shown),
+        *(REFERENCE_HEADS[name] for name in references),
         "recall",
         *load_column,
         "ridge",
-        title=f"{report.model}, {report.recipe['name']} {report.layout}: {report.shape}",
-        caption="error of the layer's output on held-out tokens over its energy, and what the "
-        "same budget loses otherwise; "
-        f"{'load: most used expert over the mean; ' * bool(load_column)}ridge: of the repair",
+        title=f"{report.model}, {report.recipe['name']} {report.layout}: "
+        f"{report.shape}",
+        meanings=[MEANING[column] for column in columns],
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for layer in report.layers:
-        load = layer.expert_load
-        spread = [f"{max(load) * len(load) / sum(load):.2f}" if load else ""]
-        cells = [layer.relative_error, *(layer.references.get(name) for name in shown)]
-        table.add_row(
-            str(layer.layer),
-            *("" if cell is None else f"{cell:.3f}" for cell in cells),
-            "" if layer.router_recall is None else f"{layer.router_recall:.2f}",
-            *(spread if load_column else []),
-            _short(layer.repair),
-        )
-    out.print(table)
-    for note in sorted({note for layer in report.layers for note in layer.notes}):
-        where = [str(layer.layer) for layer in report.layers if note in layer.notes]
-        out.print(f"layers {', '.join(where)}: {note}")
-    experts = [row for layer in report.layers for row in layer.experts]
-    if experts and all("whole" in row for row in experts):
-        out.print(
-            "no expert was converted, and the model computes what it did before; take more "
-            "--samples or a lower --min-tokens"
-        )
-    if behind := [layer for layer in report.layers if layer.better_static]:
-        which = ", ".join(f"{layer.layer} ({layer.better_static})" for layer in behind)
-        out.print(
-            f"routing does not beat static pruning at the same budget in layers {which}"
-        )
-    alone = report.recipe["router"] == "gates"
-    cheaper = "fewer features in a recipe file" if alone else "a coarser grain"
-    if report.macs >= report.dense_macs:
-        out.print(
-            "this layout computes more than the dense model: its router costs more than the "
-            f"skipped neurons; take {cheaper} or a lower budget"
-        )
-    if report.budgets:
-        what = "neurons" if alone else "experts"
-        out.print(f"{what} per token by layer: {', '.join(map(str, report.budgets))}")
-    if report.search:
-        tried = ", ".join(
-            f"{name} {value:.4f}" for name, value in report.search.items()
-        )
-        out.print(f"layouts tried: {tried}")
-    if report.dense_perplexity and report.perplexity:
-        ratio = report.perplexity / report.dense_perplexity
-        out.print(
-            f"perplexity {report.perplexity:.3f}, dense {report.dense_perplexity:.3f}, ratio "
-            f"{ratio:.3f} ({report.heldout}, {report.heldout_tokens} tokens)"
-        )
-    out.print(
-        f"active FFN neurons {report.active_ffn_fraction:.1%}, multiply-accumulates per token "
-        f"{report.macs / report.dense_macs - 1:+.1%}, {report.seconds:.1f} s in all"
-    )
+    for layer in layers:
+        cells = [_cell(layer.relative_error, 3)]
+        cells += [_cell(layer.references.get(name), 3) for name in references]
+        cells.append(_cell(layer.router_recall, 2))
+        if has_loads:
+            cells.append(_cell(_load_spread(layer), 2))
+        cells.append(_short(layer.repair))
+        table.add_row(str(layer.layer), *cells)
+    return table
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _load_spread(layer: LayerReport) -> float | None:
+    """How many times the mean load the most used expert has."""
+    load = layer.expert_load
+    if not load:
+        return None
+    return max(load) * len(load) / sum(load)
 
 
 def _short(repair: str | None) -> str:
     """What fits a narrow column: the ridge, or mean, or none."""
     words = (repair or "").split()
-    return "" if not words else words[0] if words[0] == "mean" else words[-1]
+    if not words:
+        return ""
+    return words[0] if words[0] == "mean" else words[-1]
+
+
+def _print_notes(report: ConversionReport) -> None:
+    """Each note once, with the layers that it is of."""
+    notes = {note for layer in report.layers for note in layer.notes}
+    for note in sorted(notes):
+        where = [str(layer.layer) for layer in report.layers if note in layer.notes]
+        out.print(f"layers {', '.join(where)}: {note}")
+
+
+def _print_warnings(report: ConversionReport) -> None:
+    """Where the conversion gained nothing."""
+    experts = [expert for layer in report.layers for expert in layer.experts]
+    if experts and all("whole" in expert for expert in experts):
+        out.print(
+            "no expert was converted, and the model computes what it did before; take "
+            "more --samples or a lower --min-tokens"
+        )
+    behind = [layer for layer in report.layers if layer.better_static]
+    if behind:
+        which = ", ".join(f"{layer.layer} ({layer.better_static})" for layer in behind)
+        out.print(
+            f"routing does not beat static pruning at the same budget in layers {which}"
+        )
+    if report.macs >= report.dense_macs:
+        by_gates = report.recipe["router"] == "gates"
+        cheaper = "fewer features in a recipe file" if by_gates else "a coarser grain"
+        out.print(
+            "this layout computes more than the dense model: its router costs more "
+            f"than the skipped neurons; take {cheaper} or a lower budget"
+        )
+
+
+def _print_choices(report: ConversionReport) -> None:
+    """What was chosen for the user: experts by layer, and the layout."""
+    if report.budgets:
+        by_gates = report.recipe["router"] == "gates"
+        what = "neurons" if by_gates else "experts"
+        budgets = ", ".join(str(budget) for budget in report.budgets)
+        out.print(f"{what} per token by layer: {budgets}")
+    if report.search:
+        tried = [f"{name} {value:.4f}" for name, value in report.search.items()]
+        out.print(f"layouts tried: {', '.join(tried)}")
+
+
+def _print_totals(report: ConversionReport) -> None:
+    ratio = loss_ratio(report)
+    if ratio is not None:
+        out.print(
+            f"perplexity {report.perplexity:.3f}, dense {report.dense_perplexity:.3f}, "
+            f"ratio {ratio:.3f} ({report.heldout}, {report.heldout_tokens} tokens)"
+        )
+    change = report.macs / report.dense_macs - 1
+    out.print(
+        f"active FFN neurons {report.active_ffn_fraction:.1%}, multiply-accumulates "
+        f"per token {change:+.1%}, {report.seconds:.1f} s in all"
+    )
 
 
 def comparison_table(result: dict[str, Any]) -> None:
     """A comparison's rows, best first, a table per budget."""
+    from moesaic.comparison.rows import cells_of, headers
+
     texts = list(result["dense"])
-    for sparsity in dict.fromkeys(row["sparsity"] for row in result["rows"]):
-        title = (
-            "one layout"
-            if sparsity is None
-            else f"{sparsity:.0%} of the FFN neurons skipped"
+    sparsities = dict.fromkeys(row["sparsity"] for row in result["rows"])
+    for sparsity in sparsities:
+        title = "one layout"
+        if sparsity is not None:
+            title = f"{sparsity:.0%} of the FFN neurons skipped"
+        table = explained(
+            *headers(texts),
+            title=title,
+            meanings=[
+                ACTIVE_FFN,
+                "MACs: multiply-accumulates over the dense model's, routers included",
+                "over dense: perplexity over the dense model's, lower is better",
+                MAX_LOAD,
+                DEAD,
+            ],
         )
-        table = Table(*headers(texts), title=title)
         for row in result["rows"]:
             if row["sparsity"] == sparsity:
                 table.add_row(*folded(*cells_of(row)))

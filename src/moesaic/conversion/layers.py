@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 from torch import nn
 
 from moesaic.calibration.checks import check_inputs
@@ -29,6 +27,7 @@ from moesaic.families import Mixtures
 from moesaic.methods.fit import fit_layer
 from moesaic.modeling import beside_config, install_beside, install_block
 from moesaic.parts.masked import masked_view
+from moesaic.progress import track
 
 
 def convert_layers(
@@ -46,10 +45,8 @@ def convert_layers(
     FFNs in the place of the blocks: the same outputs, and the faster to evaluate.
     """
     clock, reports = _Clock(steps), []
-    layers, console = stream.ffns.layers, Console(stderr=True)
-    for layer in track(
-        range(len(layers)), "converting layers", console=console, disable=not progress
-    ):
+    layers = stream.ffns.layers
+    for layer in track(range(len(layers)), "converting layers", enabled=progress):
         home = next(layers[layer].parameters()).device
         layers[layer].to(stream.device)
         check_inputs(stream, layer)

@@ -1,0 +1,79 @@
+"""What to do next where a conversion lost too much."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from moesaic.layout import GRAINS, Layout
+from moesaic.methods.contents import CONTENTS
+
+if TYPE_CHECKING:
+    from moesaic.conversion.report import ConversionReport
+
+ACCEPTABLE_RATIO = 1.03  # perplexity over the dense model's
+FEW_TOKENS = 32_768  # as many calibration tokens are usual at least
+OURS = "moesaic"
+DYNAMIC = "moesaic-dynamic"
+NEURONS = "moesaic-neurons"
+
+
+def loss_ratio(report: ConversionReport) -> float | None:
+    """Perplexity over the dense model's; None where it was not measured."""
+    if report.perplexity is None or report.dense_perplexity is None:
+        return None
+    return report.perplexity / report.dense_perplexity
+
+
+def next_steps(report: ConversionReport, output: str) -> list[str]:
+    """What may lose less, cheapest to try first. Empty where little was lost."""
+    ratio = loss_ratio(report)
+    if ratio is None or ratio <= ACCEPTABLE_RATIO:
+        return []
+    method = report.recipe["name"]
+    steps: list[str] = []
+    if report.tokens < FEW_TOKENS:
+        steps.append(
+            f"more calibration text: {report.tokens:,} tokens are few; --samples so "
+            f"that samples x sequence length is {FEW_TOKENS:,} or more"
+        )
+    if _could_be_finer(report):
+        steps.append(
+            "a finer grain, more and smaller experts: --grain fine without --layout"
+        )
+    steps += _other_methods(method)
+    skipped = 1 - report.active_ffn_fraction
+    if skipped > 0:
+        steps.append(
+            f"a lower sparsity: this one skips {skipped:.0%} of the FFN neurons; or "
+            f"--target-ratio {ACCEPTABLE_RATIO}, which finds how much can be skipped"
+        )
+    if method in CONTENTS and CONTENTS[method].runs is not None:
+        command = ["moesaic", "finetune", output, "--output", f"{output}-tuned"]
+        steps.append(f"a little training: {shlex.join(command)}")
+    return steps
+
+
+def _could_be_finer(report: ConversionReport) -> bool:
+    """Whether the grain fine would make more experts. Other methods fix the number."""
+    if report.recipe["name"] not in {OURS, DYNAMIC}:
+        return False
+    return Layout.parse(report.layout).num_total <= GRAINS["medium"]
+
+
+def _other_methods(method: str) -> list[str]:
+    """Methods that lose less than this one, with what they ask for."""
+    steps: list[str] = []
+    if not method.startswith(OURS):
+        steps.append(f"a method that repairs its outputs: --method {OURS}")
+    if method == OURS:
+        steps.append(
+            f"as many experts for each token as it needs: --method {DYNAMIC} "
+            f"({CONTENTS[DYNAMIC].runs})"
+        )
+    if method in {OURS, DYNAMIC}:
+        steps.append(
+            "every neuron an expert, which is fast for one user at a time: "
+            f"--method {NEURONS} ({CONTENTS[NEURONS].runs})"
+        )
+    return steps

@@ -1,0 +1,227 @@
+"""`moesaic convert`: the main job, as a command."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moesaic.cli.options import (
+    Device,
+    Dtype,
+    Grain,
+    Overwrite,
+    Resume,
+    Seed,
+    SequenceLength,
+    Trust,
+    numbers,
+    parse_settings,
+    program,
+    typed_command,
+)
+from moesaic.cli.quiet import quieten
+from moesaic.cli.tables import macs_table, out, report_tables
+
+
+def convert_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="The dense model: hub id, folder, or demo."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder for the converted model."),
+    ],
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            "--recipe",
+            help="How to convert: a name (see moesaic methods) or FILE.yaml.",
+        ),
+    ] = "moesaic",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Change a setting of the method (see moesaic methods NAME). "
+            "May be given more than once.",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="SxAyEz: x shared experts, y routed ones for each token, z in all."
+        ),
+    ] = None,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the FFN neurons that a token skips. The best of a few "
+            "layouts is taken. [default: 0.25 without --layout]"
+        ),
+    ] = None,
+    target_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Skip as much as this allows: perplexity over the dense model's. "
+            "1.03 allows 3 % more."
+        ),
+    ] = None,
+    grain: Grain = "medium",
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="Text that the model is run on: FILE[:FIELD], wikitext2, c4, "
+            "hub:NAME:CONFIG:SPLIT:FIELD or demo. "
+            "[default: wikitext2, or demo for the demo model]"
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="Windows drawn from that text. [default: 8; where weights are "
+            "fitted, 12 tokens a neuron and at least 32,768 tokens]"
+        ),
+    ] = None,
+    sequence_length: SequenceLength = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            help="For a model that has experts already: convert only these, as 0,3,7."
+        ),
+    ] = None,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="For a model that has experts already: leave those whole that see "
+            "fewer calibration tokens. [default: as many as an expert has neurons]"
+        ),
+    ] = None,
+    dense_layers: Annotated[
+        str | None,
+        typer.Option(help="Leave these layers as they are, as 0,11."),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything and write nothing."),
+    ] = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Convert a dense model into a Mixture-of-Experts and save it."""
+    default_source = "demo" if model == "demo" else "wikitext2"
+    source = calibration or default_source
+    choices: dict[str, Any] = {
+        "model": model,
+        "recipe": recipe,
+        "layout": layout,
+        "calibration": source,
+        "sparsity": sparsity,
+        "grain": grain,
+        "output": output,
+        "samples": samples,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "overwrite": overwrite,
+        "resume": resume,
+        "trust_remote_code": trust_remote_code,
+        "experts": numbers("--experts", experts),
+        "min_tokens": min_tokens,
+        "dense_layers": numbers("--dense-layers", dense_layers) or (),
+    }
+    changed = parse_settings(settings or [])
+    if changed:
+        choices["settings"] = changed
+    quieten()
+    from moesaic.families.load import choose_device, choose_dtype
+
+    choose_device(device)
+    choose_dtype(dtype)
+    if dry_run:
+        _dry_run(choices, target_ratio)
+    else:
+        _convert(choices, target_ratio, device, dtype)
+
+
+def _convert(
+    choices: dict[str, Any],
+    target_ratio: float | None,
+    device: str,
+    dtype: str,
+) -> None:
+    from moesaic.conversion.convert import convert
+
+    _, report = convert(
+        **choices,
+        target_ratio=target_ratio,
+        device=device,
+        dtype=dtype,
+        command=typed_command(),
+        progress=True,
+    )
+    output = str(choices["output"])
+    source = choices["calibration"]
+    report_tables(report, output)
+    next_command = [
+        program(),
+        "eval",
+        output,
+        "--text",
+        source,
+        "--against",
+        choices["model"],
+    ]
+    out.print(f"written to {output}; next:\n  {shlex.join(next_command)}")
+    if Path(source).exists():
+        out.print(
+            "(better on another text: most of this one may have been used for "
+            "calibration)"
+        )
+
+
+def _prepared(choices: dict[str, Any], target_ratio: float | None) -> Any:
+    """Everything checked and read but the weights."""
+    from moesaic.conversion.layout_search import check_target
+    from moesaic.conversion.prepare import prepare
+
+    ready = prepare(**choices)
+    if target_ratio is not None:
+        check_target(
+            target_ratio,
+            choices["layout"],
+            choices["sparsity"],
+            ready.heldout_ids,
+        )
+    return ready
+
+
+def _dry_run(choices: dict[str, Any], target_ratio: float | None) -> None:
+    """Says what a conversion would do."""
+    ready = _prepared(choices, target_ratio)
+    output = choices["output"]
+    plan = ready.plans[0]
+    if target_ratio is not None:
+        most = plan.layout.num_routed
+        out.print(f"would search up to {most} experts for {target_ratio}")
+        out.print(f"nothing was written to {output}")
+        return
+    title = f"{choices['model']}, {plan.layout}: {plan.shape}"
+    macs_table(title, plan.dense_macs, plan.macs, 1)
+    if len(ready.plans) > 1:
+        layouts = ", ".join(str(plan.layout) for plan in ready.plans)
+        out.print(f"layouts to choose from: {layouts}")
+    tokens = ready.windows_NL.numel()
+    layers = len(plan.config.moesaic["layers"])
+    out.print(
+        f"would profile {tokens} tokens of {choices['calibration']} in each of "
+        f"{layers} layers and write {output}; nothing was written"
+    )

@@ -1,0 +1,137 @@
+"""`moesaic eval`: perplexity of a model, beside the dense one it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+import typer
+
+from moesaic.cli.options import (
+    Device,
+    Dtype,
+    JsonFile,
+    SequenceLength,
+    Trust,
+    check_json_file,
+    err,
+    write_json,
+)
+from moesaic.cli.quiet import quieten
+from moesaic.cli.tables import ACTIVE_FFN, PERPLEXITY, explained, folded, out
+from moesaic.errors import MoesaicError
+from moesaic.progress import progress
+
+
+def evaluate_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="A model: hub id, folder (dense or converted), or demo."),
+    ],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to measure on: FILE[:FIELD], wikitext2, c4, "
+            "hub:NAME:CONFIG:SPLIT:FIELD or demo. May be given more than once. "
+            "[default: wikitext2, or demo for what came from the demo model]"
+        ),
+    ] = None,
+    sequence_length: SequenceLength = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Use only so many tokens, from the start of each text."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Dense model to compare with on the same text; none: do not compare. "
+            "[default: the model that was converted]"
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    trust_remote_code: Trust = False,
+) -> None:
+    """Measure perplexity on text, beside the dense model's. Lower is better.
+
+    The text is cut into windows that do not overlap.
+    """
+    check_json_file(json_file)
+    quieten()
+    from moesaic.evaluate import evaluate
+    from moesaic.families.load import choose_device
+
+    compute = choose_device(device)
+    if against is None:
+        against = _default_dense(model, trust_remote_code)
+    elif against == "none":
+        against = None
+    with ExitStack() as bars:
+
+        def begin(name: str, tokens: int) -> Callable[[int], None]:
+            bars.close()  # a terminal shows one bar at a time
+            return bars.enter_context(progress(f"evaluating {name}", tokens))
+
+        result = evaluate(
+            model,
+            text,
+            against=against,
+            sequence_length=sequence_length,
+            max_tokens=max_tokens,
+            device=compute,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            progress=begin,
+        )
+    _print(result)
+    write_json(json_file, result)
+
+
+def _default_dense(model: str, trust_remote_code: bool) -> str | None:
+    """The dense model that a converted one was made from, if it can be had."""
+    from moesaic.families import load
+
+    config = load.load_config(model, trust_remote_code)
+    if config.model_type != "moesaic":
+        return None
+    dense = load.dense_of(model, config)
+    if dense is None:
+        err.print("the dense model was not found: no comparison; name it by --against")
+        return None
+    try:
+        load.load_config(dense, trust_remote_code)
+    except MoesaicError as error:
+        err.print(
+            f"no comparison with the dense model: {error}",
+            markup=False,
+            highlight=False,
+        )
+        return None
+    return str(dense)
+
+
+def _print(result: dict[str, Any]) -> None:
+    rows = [result]
+    if "against" in result:
+        rows.append(result["against"])
+    table = explained(
+        "model",
+        "text",
+        "perplexity",
+        "tokens",
+        "active FFN",
+        meanings=[PERPLEXITY, "tokens: how many were predicted", ACTIVE_FFN],
+    )
+    for row in rows:
+        for source, value in row["perplexity"].items():
+            table.add_row(
+                *folded(row["model"], source),
+                f"{value:.4f}",
+                f"{row['tokens'][source]}",
+                f"{row['active_ffn_fraction']:.1%}",
+            )
+    out.print(table)
+    for source, ratio in result.get("ratio", {}).items():
+        out.print(f"ratio on {source}: {ratio:.4f} (perplexity over the dense model's)")
