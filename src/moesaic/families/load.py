@@ -531,7 +531,8 @@ def dense_of(model: str | Path, config: Any) -> str | None:
     hub_id = base.count("/") == 1
     if base == "demo" or hub_id:
         return base
-    if Path(base).name != base:
+    bare_name = Path(base).name == base and base not in ("", "..")
+    if not bare_name:
         return None
     folder = Path(model).absolute()
     places = [Path(), folder.parent, folder.parent.parent]
