@@ -6,11 +6,11 @@ Shape suffixes: N samples, L tokens of a sample.
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,101 +19,130 @@ import torch
 from moesaic.demo import DEMO_SPLITS, demo_documents
 from moesaic.errors import MoesaicError
 
-# Shorthands: hub id, configuration, data files, field. Calibration reads "train".
+
+@dataclass(frozen=True)
+class _HubText:
+    """A text on the hub, and its splits for calibration and for evaluation."""
+
+    hub_id: str
+    calibration: str
+    heldout: str
+    configuration: str | None = None
+    files: dict[str, str] | None = None
+
+
 _HUB = {
-    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", None, "text"),
-    "c4": (
+    "wikitext2": _HubText(
+        "Salesforce/wikitext",
+        calibration="train",
+        heldout="test",
+        configuration="wikitext-2-raw-v1",
+    ),
+    "c4": _HubText(
         "allenai/c4",
-        None,
-        {
+        calibration="train",
+        heldout="validation",
+        files={
             "train": "en/c4-train.00000-of-01024.json.gz",
             "validation": "en/c4-validation.00000-of-00008.json.gz",
         },
-        "text",
     ),
 }
+_USUAL_FIELD = "text"
 HELD_OUT = 8  # one token in so many, the last of the windows, is not fitted on
-
-_HELDOUT_SPLIT = {"wikitext2": "test", "c4": "validation", "demo": "heldout"}
-_CALIBRATION_SPLIT = {"wikitext2": "train", "c4": "train", "demo": "calibration"}
 
 
 def has_heldout_split(source: Any) -> bool:
-    """Whether a source has text of its own for evaluation, apart from its calibration text."""
-    return isinstance(source, str) and source in _HELDOUT_SPLIT
+    """Whether a source has text of its own for evaluation."""
+    return isinstance(source, str) and (source == "demo" or source in _HUB)
 
 
 def read_documents(source: str | Path, heldout: bool = False) -> list[str]:
     """The documents of a SOURCE.
 
-    A SOURCE is a file (.txt and other text, .jsonl or .json lines, both also .gz, .zip of text,
-    .parquet; `FILE:FIELD` names the field, "text" by default), `wikitext2`, `c4`,
-    `hub:NAME:CONFIG:SPLIT:FIELD`, or `demo`. `heldout` chooses the evaluation split where a
-    source has one. Raises MoesaicError for a source that is missing, unreadable or empty.
+    A SOURCE is a file (.txt and other text, .jsonl or .json lines, both also .gz, .zip
+    of text, .parquet; `FILE:FIELD` names the field, "text" by default), `wikitext2`,
+    `c4`, `hub:NAME:CONFIG:SPLIT:FIELD`, or `demo`. `heldout` chooses the evaluation
+    split where a source has one. Raises MoesaicError for a source that is missing,
+    unreadable or empty.
     """
     name = str(source)
-    if name in _HELDOUT_SPLIT:
-        split = (_HELDOUT_SPLIT if heldout else _CALIBRATION_SPLIT)[name]
-        documents = (
-            demo_documents(split) if name == "demo" else _hub(name, *_HUB[name], split)
-        )
-    elif name.startswith("demo:") and name[5:] in DEMO_SPLITS:
-        documents = demo_documents(name[5:])
-    elif name.startswith("hub:"):
-        parts = name.split(":")[1:]
-        if len(parts) != 4:
-            raise MoesaicError(f"source {name!r}: expected hub:NAME:CONFIG:SPLIT:FIELD")
-        hub_id, config, split, field = parts
-        documents = _hub(
-            name, hub_id, config or None, None, field or "text", split or "train"
-        )
-    else:
-        documents = _file(name)
-    documents = [document for document in documents if document.strip()]
-    if not documents:
+    documents = _documents_of(name, heldout)
+    with_text = [document for document in documents if document.strip()]
+    if not with_text:
         raise MoesaicError(f"source {name!r} holds no text")
-    return documents
+    return with_text
+
+
+def _documents_of(name: str, heldout: bool) -> list[str]:
+    if name == "demo":
+        return demo_documents("heldout" if heldout else "calibration")
+    demo_split = name.removeprefix("demo:")
+    if name.startswith("demo:") and demo_split in DEMO_SPLITS:
+        return demo_documents(demo_split)
+    if name in _HUB:
+        return _known_on_hub(name, heldout)
+    if name.startswith("hub:"):
+        return _named_on_hub(name)
+    return _file(name)
+
+
+def _known_on_hub(name: str, heldout: bool) -> list[str]:
+    text = _HUB[name]
+    split = text.heldout if heldout else text.calibration
+    return _hub(name, text.hub_id, text.configuration, text.files, _USUAL_FIELD, split)
+
+
+def _named_on_hub(name: str) -> list[str]:
+    parts = name.split(":")[1:]
+    if len(parts) != 4:
+        raise MoesaicError(f"source {name!r}: expected hub:NAME:CONFIG:SPLIT:FIELD")
+    hub_id, configuration, split, field = parts
+    return _hub(
+        name,
+        hub_id,
+        configuration or None,
+        None,
+        field or _USUAL_FIELD,
+        split or "train",
+    )
+
+
+def _hub(
+    name: str,
+    hub_id: str,
+    configuration: str | None,
+    files: dict[str, str] | None,
+    field: str,
+    split: str,
+) -> list[str]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(
+            hub_id, configuration, data_files=files, split=split
+        )
+        return [_text(value) for value in rows[field]]
+    except Exception as error:  # the library raises many kinds for one cause
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise MoesaicError(
+            f"source {name!r}: cannot load {hub_id} ({split}) from the hub: {reason}"
+        ) from error
 
 
 def _file(name: str) -> list[str]:
-    path, field, head = Path(name), "text", None
-    if not path.is_file() and ":" in name:
-        head, _, field = name.rpartition(":")
-        path = Path(head)
+    """The documents of FILE or FILE:FIELD."""
+    path, field = _path_and_field(name)
     if not path.is_file():
         raise MoesaicError(
             f"no such text: {name}; a source is a file (.txt, .jsonl, .zip, .parquet), "
             "wikitext2, c4, hub:NAME:CONFIG:SPLIT:FIELD or demo"
         )
     try:
-        kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-        if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                return [
-                    archive.read(member).decode("utf-8")
-                    for member in sorted(archive.namelist())
-                    if not member.endswith("/")
-                ]
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            table = pyarrow.parquet.read_table(path)
-            return [
-                _text(row) for row in _column(path, table.column_names, field, table)
-            ]
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-        text = data.decode("utf-8")
-        if kind in {".jsonl", ".json"}:
-            return [
-                _field(path, row, field) for row in io.StringIO(text) if row.strip()
-            ]
-        if head is not None:
-            raise MoesaicError(
-                f"{path} is plain text, which has no fields; leave out :{field}"
-            )
-        return [text]
+        return _read_file(path, field)
+    except MoesaicError:
+        raise
     except (
         OSError,
         EOFError,
@@ -122,89 +151,98 @@ def _file(name: str) -> list[str]:
         zlib.error,
         RuntimeError,
     ) as error:
-        if isinstance(error, MoesaicError):
-            raise
+        reason = str(error).splitlines()[0]
+        raise MoesaicError(f"cannot read {path}: {reason}") from error
+
+
+def _path_and_field(name: str) -> tuple[Path, str | None]:
+    """A colon within the name of a file that is there is no field."""
+    path = Path(name)
+    if path.is_file() or ":" not in name:
+        return path, None
+    head, _, field = name.rpartition(":")
+    return Path(head), field
+
+
+def _read_file(path: Path, field: str | None) -> list[str]:
+    if path.suffix == ".zip":
+        return list(_zip_members(path))
+    if path.suffix == ".parquet":
+        return _parquet_rows(path, field or _USUAL_FIELD)
+    data = path.read_bytes()
+    kind = path.suffix
+    if kind == ".gz":
+        data = gzip.decompress(data)
+        kind = path.with_suffix("").suffix
+    text = data.decode("utf-8")
+    if kind in {".jsonl", ".json"}:
+        # Not splitlines: a line separator within a string ends no line of JSON.
+        lines = text.split("\n")
+        rows = [line for line in lines if line.strip()]
+        return [_field_of(path, row, field or _USUAL_FIELD) for row in rows]
+    if field is not None:
         raise MoesaicError(
-            f"cannot read {path}: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _column(path: Path, names: list[str], field: str, table: Any) -> Any:
-    if field not in names:
-        raise MoesaicError(f"{path} has no field {field!r}; it has {', '.join(names)}")
-    return table.column(field).to_pylist()
-
-
-def _field(path: Path, row: str, field: str) -> str:
-    record = json.loads(row)
-    if not isinstance(record, dict) or field not in record:
-        names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise MoesaicError(
-            f"{path} has a line without the field {field!r}; it has {names}"
+            f"{path} is plain text, which has no fields; leave out :{field}"
         )
-    return _text(record[field])
+    return [text]
+
+
+def _zip_members(path: Path) -> Iterator[str]:
+    """The texts of an archive, in the order of their names."""
+    with zipfile.ZipFile(path) as archive:
+        for name in sorted(archive.namelist()):
+            is_folder = name.endswith("/")
+            if not is_folder:
+                yield archive.read(name).decode("utf-8")
+
+
+def _parquet_rows(path: Path, field: str) -> list[str]:
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(path)
+    if field not in table.column_names:
+        names = ", ".join(table.column_names)
+        raise MoesaicError(f"{path} has no field {field!r}; it has {names}")
+    return [_text(value) for value in table.column(field).to_pylist()]
+
+
+def _field_of(path: Path, row: str, field: str) -> str:
+    """One field of a line of JSON."""
+    record = json.loads(row)
+    if isinstance(record, dict) and field in record:
+        return _text(record[field])
+    names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    raise MoesaicError(f"{path} has a line without the field {field!r}; it has {names}")
 
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _hub(
-    name: str, hub_id: str, config: Any, files: Any, field: str, split: str
-) -> list[str]:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(hub_id, config, data_files=files, split=split)
-        return [_text(row) for row in rows[field]]
-    except Exception as error:  # the library raises many kinds for one cause
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MoesaicError(
-            f"source {name!r}: cannot load {hub_id} ({split}) from the hub: {reason}"
-        ) from error
-
-
 def encode(tokenizer: Any, documents: list[str]) -> torch.Tensor:
-    """Token ids of all documents in one row, joined by blank lines as the paper's code does.
+    """Token ids of all documents in one row.
 
-    The tokenizer adds its special tokens once, to the whole.
+    Joined by blank lines, as the paper's code does. The tokenizer adds its special
+    tokens once, to the whole.
     """
-    ids = tokenizer("\n\n".join(documents), verbose=False)["input_ids"]
+    text = "\n\n".join(documents)
+    ids = tokenizer(text, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 
 
 def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> torch.Tensor:
-    """Token ids from a SOURCE, a list of strings, a `datasets.Dataset` or a tensor of ids."""
+    """Token ids from text, or ids as they are.
+
+    `source` is a SOURCE, a list of strings, a `datasets.Dataset` or a tensor of ids.
+    """
     if isinstance(source, torch.Tensor):
-        if (
-            source.ndim not in (1, 2)
-            or source.numel() == 0
-            or source.is_floating_point()
-        ):
-            raise MoesaicError(
-                f"token ids of shape {tuple(source.shape)} and {source.dtype}; expected one row, "
-                "or a matrix of windows, of whole numbers"
-            )
-        return source.long().cpu()
-    if isinstance(source, str | Path):
-        documents = read_documents(source, heldout)
-    elif hasattr(source, "column_names"):
-        if "text" not in source.column_names:
-            raise MoesaicError(
-                f"the dataset has no field 'text'; it has {source.column_names}"
-            )
-        documents = source["text"]
-    elif isinstance(source, Iterable) and not isinstance(source, Mapping):
-        documents = list(source)
-    else:
-        raise MoesaicError(
-            f"a {type(source).__name__} is no text; pass a list of strings"
-        )
-    if any(not isinstance(text, str | None) for text in documents):
+        return _checked_ids(source)
+    texts = _texts_of(source, heldout)
+    if any(not isinstance(text, str | None) for text in texts):
         raise MoesaicError(
             "the texts of a list must be strings (token ids go into a tensor)"
         )
-    documents = [text for text in map(_text, documents) if text.strip()]
+    documents = [text for text in texts if text is not None and text.strip()]
     if not documents:
         raise MoesaicError("the calibration text is empty")
     if tokenizer is None:
@@ -212,6 +250,31 @@ def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> torch.Tensor:
             "text needs a tokenizer: pass one, or token ids, with a model in memory"
         )
     return encode(tokenizer, documents)
+
+
+def _checked_ids(ids: torch.Tensor) -> torch.Tensor:
+    row_or_windows = ids.ndim in (1, 2) and ids.numel() > 0
+    if not row_or_windows or ids.is_floating_point():
+        raise MoesaicError(
+            f"token ids of shape {tuple(ids.shape)} and {ids.dtype}; expected one row, "
+            "or a matrix of windows, of whole numbers"
+        )
+    return ids.long().cpu()
+
+
+def _texts_of(source: Any, heldout: bool) -> list[Any]:
+    """The entries of a source that should be strings."""
+    if isinstance(source, str | Path):
+        return list(read_documents(source, heldout))
+    if hasattr(source, "column_names"):
+        if _USUAL_FIELD not in source.column_names:
+            raise MoesaicError(
+                f"the dataset has no field 'text'; it has {source.column_names}"
+            )
+        return list(source[_USUAL_FIELD])
+    if isinstance(source, Iterable) and not isinstance(source, Mapping):
+        return list(source)
+    raise MoesaicError(f"a {type(source).__name__} is no text; pass a list of strings")
 
 
 def sample_windows(

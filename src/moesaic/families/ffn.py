@@ -15,9 +15,10 @@ from transformers.activations import ACT2FN
 
 @dataclass(frozen=True)
 class DenseFFN:
-    """h = act(gate x) * (up x), or act(up x) without a gate; F(x) = down h (paper, eq. 3).
+    """h = act(gate x) * (up x), or act(up x) without a gate (paper, eq. 3).
 
-    Biases of gate and up move with their neurons, the bias of down belongs to the output.
+    F(x) = down h. Biases of gate and up move with their neurons; the bias of down
+    belongs to the output.
     """
 
     up_FD: torch.Tensor
@@ -38,51 +39,55 @@ class DenseFFN:
 
     def hidden(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Hidden state h (T, F) of each token; 2 or 4 T D F FLOPs."""
-        act: Any = ACT2FN[self.activation]
         up_TF = linear(x_TD, self.up_FD, self.up_bias_F)
-        gate_TF = (
-            up_TF
-            if self.gate_FD is None
-            else linear(x_TD, self.gate_FD, self.gate_bias_F)
-        )
-        h_TF: torch.Tensor = act(gate_TF)
         if self.gate_FD is None:
-            return h_TF
-        # In place, so no third T F, but where an activation may keep its output for its gradient.
-        return h_TF * up_TF if h_TF.requires_grad else h_TF.mul_(up_TF)
+            return self._activate(up_TF)
+        gates_TF = self.gates(x_TD)
+        # An activation may keep its output for its gradient.
+        if gates_TF.requires_grad:
+            return gates_TF * up_TF
+        # In place, so that no third (T, F) is held.
+        return gates_TF.mul_(up_TF)
 
     def gates(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """act(gate x) (T, F), by which what up gives is multiplied; for an FFN with a gate."""
+        """act(gate x) (T, F), by which up x is multiplied; for an FFN with a gate."""
         assert self.gate_FD is not None
-        act: Any = ACT2FN[self.activation]
-        gates_TF: torch.Tensor = act(linear(x_TD, self.gate_FD, self.gate_bias_F))
-        return gates_TF
+        return self._activate(linear(x_TD, self.gate_FD, self.gate_bias_F))
+
+    def _activate(self, x_TF: torch.Tensor) -> torch.Tensor:
+        activation: Any = ACT2FN[self.activation]
+        activated_TF: torch.Tensor = activation(x_TF)
+        return activated_TF
 
     def output(self, h_TF: torch.Tensor) -> torch.Tensor:
         """F(x) (T, D) from the hidden state; 2 T D F FLOPs."""
         return linear(h_TF, self.down_DF, self.down_bias_D)
 
     def with_unit_rows(self) -> DenseFFN:
-        """The same FFN with every row of gate and up scaled to unit length (recipe cmoe-code)."""
+        """The same FFN, every row of gate and up of unit length (recipe cmoe-code)."""
+        up_FD = normalize(self.up_FD, dim=1)
         gate_FD = None if self.gate_FD is None else normalize(self.gate_FD, dim=1)
-        return replace(self, up_FD=normalize(self.up_FD, dim=1), gate_FD=gate_FD)
+        return replace(self, up_FD=up_FD, gate_FD=gate_FD)
 
     def subset(self, index_N: torch.Tensor) -> DenseFFN:
         """The FFN of some neurons, in the order given; the output bias stays."""
-        rows: dict[str, Any] = {
+        chosen: dict[str, Any] = {
             name: tensor[index_N]
             for name, tensor in self.tensors().items()
             if name not in ("down_DF", "down_bias_D")
         }
-        return replace(self, **rows, down_DF=self.down_DF[:, index_N])
+        chosen["down_DF"] = self.down_DF[:, index_N]
+        return replace(self, **chosen)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
-            name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
         }
 
     def to(self, device: torch.device) -> DenseFFN:
         moved: dict[str, Any] = {
-            name: t.to(device) for name, t in self.tensors().items()
+            name: tensor.to(device) for name, tensor in self.tensors().items()
         }
         return replace(self, **moved)

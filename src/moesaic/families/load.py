@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moesaic.modeling  # noqa: F401 - registers our architecture with transformers
 from moesaic.demo import demo_path
 from moesaic.errors import MoesaicError, unknown
+from moesaic.families.gguf_header import read_header
 from moesaic.layout import Layout
 
 KINDS = (
@@ -32,37 +36,70 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_DEFAULT_WINDOW = 2048
 
 
 def resolve(model: str | Path) -> str:
-    """Folder or hub id of a model; `demo` is the embedded one.
+    """Folder, GGUF file or hub id of a model; `demo` is the embedded one.
 
-    Raises MoesaicError for a path that exists and is no model folder.
+    Raises MoesaicError for a path that exists and is no model.
     """
     if str(model) == "demo":
         return str(demo_path())
     path = Path(model)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            if (path / "adapter_config.json").is_file():
-                raise MoesaicError(
-                    f"{path} is a PEFT adapter, and a whole model is needed here: fine-tune with "
-                    "--merge, or load it with PEFT and save merge_and_unload()"
-                )
-            raise MoesaicError(f"{path} is no model folder: it has no config.json")
+        _check_folder(path)
+        return str(path)
+    if _is_gguf(path):
+        _check_gguf(path)
         return str(path)
     if path.exists():
-        raise MoesaicError(f"{path} is a file; give a model folder or a hub id")
+        raise MoesaicError(
+            f"{path} is a file; give a model folder, a .gguf file or a hub id"
+        )
     if str(model).count("/") > 1 or str(model).startswith((".", "/", "~")):
         raise MoesaicError(f"no such model folder: {path}")
     return str(model)
 
 
+def _check_folder(folder: Path) -> None:
+    """Raises MoesaicError for a folder that holds no whole model."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise MoesaicError(
+            f"{folder} is a PEFT adapter, and a whole model is needed here: fine-tune "
+            "with --merge, or load it with PEFT and save merge_and_unload()"
+        )
+    gguf_names = sorted(path.name for path in folder.glob("*.gguf"))
+    if gguf_names:
+        raise MoesaicError(
+            f"{folder} has no config.json but GGUF files; give one of them: "
+            f"{', '.join(gguf_names)}"
+        )
+    raise MoesaicError(f"{folder} is no model folder: it has no config.json")
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
+def _check_gguf(path: Path) -> None:
+    """Raises MoesaicError for a GGUF file that is missing or no whole model."""
+    if not path.is_file():
+        raise MoesaicError(f"no such GGUF file: {path}")
+    read_header(path)
+
+
 def choose_device(device: str | torch.device) -> torch.device:
-    """`auto` is the first GPU where there is one. Raises MoesaicError for one that is not there."""
+    """`auto` is the first GPU where there is one.
+
+    Raises MoesaicError for a device that is not there.
+    """
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if str(device).partition(":")[0] not in _DEVICES:
+    kind = str(device).partition(":")[0]
+    if kind not in _DEVICES:
         raise unknown("device", str(device), ["auto", *_DEVICES])
     try:
         chosen = torch.device(device)
@@ -70,31 +107,34 @@ def choose_device(device: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise MoesaicError(
-            f"device {str(device)!r} is not usable here ({reason}); try auto, cpu or cuda"
+            f"device {str(device)!r} is not usable here ({reason}); try auto, cpu or "
+            "cuda"
         ) from error
     return chosen
 
 
 def choose_dtype(dtype: str) -> Any:
+    """A dtype by its name; `auto` stays, and is the checkpoint's own."""
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     return DTYPES[dtype]
 
 
 def context_of(config: Any) -> int:
-    """Longest sequence that a model was made for; 2,048 where its configuration names none."""
-    return int(
-        getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    )
+    """Longest sequence that a model was made for; 2,048 where none is named."""
+    text_config = config.get_text_config()
+    named = getattr(text_config, "max_position_embeddings", None)
+    return int(named or _DEFAULT_WINDOW)
 
 
 def window_length(configs: list[Any], asked: int | None) -> int:
     """Tokens of a window: `asked`, or the smaller of 2,048 and the contexts.
 
-    Raises MoesaicError for a length that a context does not hold or that predicts nothing.
+    Raises MoesaicError for a length that a context does not hold, or that predicts
+    nothing.
     """
     context = min(context_of(config) for config in configs)
-    length = min(2048, context) if asked is None else asked
+    length = min(_DEFAULT_WINDOW, context) if asked is None else asked
     if not 2 <= length <= context:
         raise MoesaicError(
             f"sequence length {length} is outside 2..{context}, the model's context"
@@ -103,19 +143,51 @@ def window_length(configs: list[Any], asked: int | None) -> int:
 
 
 def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model folder or hub id, or of a config.json on its own."""
+    """The configuration of a model, or of a config.json on its own."""
     path = Path(model)
-    where = str(path) if path.is_file() and path.suffix == ".json" else resolve(model)
+    alone = path.is_file() and path.suffix == ".json"
+    where = str(path) if alone else resolve(model)
     try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        with _shown_to_transformers(where) as (place, options):
+            config = AutoConfig.from_pretrained(
+                place, trust_remote_code=trust_remote_code, **options
+            )
     except Exception as error:  # transformers raises many kinds for odd values
         family = _model_type(Path(where))
         if family is not None and family not in CONFIG_MAPPING:
             raise unknown("model family", family, CONFIG_MAPPING) from error
         raise _cannot_load(model, error) from error
+    if _is_gguf(Path(where)):
+        _clear_gguf_marks(config, where)
     if config.model_type == "moesaic":
         check_converted(config, str(model))
     return config
+
+
+@contextmanager
+def _shown_to_transformers(where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and the options by which `from_pretrained` finds a model.
+
+    A GGUF file is shown alone in a folder: what lies beside it, such as an adapter or
+    another tokenizer, is not of the model.
+    """
+    if not _is_gguf(Path(where)):
+        yield where, {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder) / "model.gguf"
+        link.symlink_to(Path(where).absolute())
+        yield folder, {"gguf_file": link.name}
+
+
+def _clear_gguf_marks(config: Any, where: str) -> None:
+    """Makes a configuration read from a GGUF one that can be saved.
+
+    transformers marks it as quantised, though its weights are plain numbers.
+    """
+    for mark in ("quantization_config", "_model_name_or_path"):
+        config.__dict__.pop(mark, None)
+    config.name_or_path = where
 
 
 def check_converted(config: Any, model: str) -> None:
@@ -249,44 +321,22 @@ def load_model(
     trust_remote_code: bool = False,
     device: Any = "cpu",
 ) -> Any:
-    """A causal language model in evaluation mode, every weight of it read from the checkpoint.
+    """A causal language model in evaluation mode, with every weight of its checkpoint.
 
-    Raises MoesaicError for what is no model, an unsupported family, truncated or tampered files,
-    and weights that are missing or of another shape (transformers would fill them at random).
+    dtype `auto` is that of the checkpoint. The quantised weights of a GGUF file become
+    bfloat16 then, half of the space of float32.
+    Raises MoesaicError for what is no model, an unsupported family, truncated or
+    tampered files, and weights that are missing or of another shape (transformers would
+    fill them at random).
     """
     config = load_config(model, trust_remote_code)
-    _check_index(Path(resolve(model)))
-    try:
-        loaded: Any
-        info: dict[str, Any]
-        loaded, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            resolve(model),
-            dtype=choose_dtype(dtype),
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            use_safetensors=True,
-        )
-    except Exception as error:  # transformers raises many kinds for one cause
-        if "Unrecognized configuration class" in str(error):
-            raise MoesaicError(
-                f"{model} ({config.model_type}) is no causal language model"
-            ) from error
-        raise _cannot_load(model, error) from error
-    for what in ("missing_keys", "mismatched_keys"):
-        keys = [
-            key[0] if isinstance(key, tuple) else key for key in info.get(what) or ()
-        ]
-        if keys:
-            raise MoesaicError(
-                f"{model}: {len(keys)} weights are {what.split('_')[0]} in the checkpoint, "
-                f"among them {min(keys)}; fetch the model again"
-            )
-    if beyond := _beyond(config, info.get("unexpected_keys") or ()):
-        raise MoesaicError(
-            f"{model}: the checkpoint has weights that its config.json leaves out, among them "
-            f"{beyond[0]}; one of the two is damaged"
-        )
+    where = resolve(model)
+    _check_index(Path(where))
+    if _is_gguf(Path(where)):
+        loaded, info = _read_gguf(model, config, dtype)
+    else:
+        loaded, info = _read_checkpoint(model, config, dtype, trust_remote_code)
+    _check_loaded(model, config, info)
     try:
         return loaded.to(device).eval()
     except torch.OutOfMemoryError as error:
@@ -295,39 +345,148 @@ def load_model(
         ) from error
 
 
-def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(
-            resolve(model), trust_remote_code=trust_remote_code
+def _read_checkpoint(
+    model: str | Path, config: Any, dtype: str, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any]]:
+    """A model from safetensors, and what transformers says of its weights."""
+    return _from_pretrained(
+        model,
+        config.model_type,
+        dtype=choose_dtype(dtype),
+        trust_remote_code=trust_remote_code,
+        use_safetensors=True,
+    )
+
+
+def _read_gguf(
+    model: str | Path, config: Any, dtype: str
+) -> tuple[Any, dict[str, Any]]:
+    """A model from a GGUF file, its weights dequantised tensor by tensor.
+
+    Memory: the weights twice in `dtype`, for a moment, and one tensor in float32.
+    Raises MoesaicError where transformers leaves out a part of the file.
+    """
+    path = Path(model)
+    header = read_header(path)
+    chosen = choose_dtype(dtype)
+    options: dict[str, Any] = {"config": config}
+    options["dtype"] = header.dtype if chosen == "auto" else chosen
+    # Newer versions of transformers can keep the weights quantised, and must not.
+    gguf_config: Any = getattr(transformers, "GgufConfig", None)
+    if gguf_config is not None:
+        options["quantization_config"] = gguf_config(dequantize=True)
+    loaded, info = _from_pretrained(model, config.model_type, **options)
+    for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
+        loaded.__dict__.pop(mark, None)
+    _clear_gguf_marks(loaded.config, str(path))
+    # A tied model has no output layer of its own, even where the file repeats it.
+    tied = loaded.config.tie_word_embeddings
+    in_file = header.weights(without="output.weight" if tied else None)
+    in_model = _distinct_weights(loaded)
+    if in_file != in_model and not info.get("missing_keys"):
+        raise MoesaicError(
+            f"{model} holds {in_file:,} weights, and transformers reads {in_model:,} "
+            f"({config.model_type}); take the original model folder instead"
         )
+    return loaded, info
+
+
+def _distinct_weights(model: Any) -> int:
+    """Numbers in a state dict; a tensor that has two names counts once."""
+    tensors = model.state_dict().values()
+    sizes = {tensor.data_ptr(): tensor.numel() for tensor in tensors}
+    return sum(sizes.values())
+
+
+def _from_pretrained(
+    model: str | Path, family: str, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A model, and what transformers says of its weights."""
+    try:
+        with _shown_to_transformers(resolve(model)) as (place, found_by):
+            loaded: Any
+            info: dict[str, Any]
+            loaded, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+                place,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported by name, by _check_loaded
+                **found_by,
+                **options,
+            )
+    except Exception as error:  # transformers raises many kinds for one cause
+        if "Unrecognized configuration class" in str(error):
+            raise MoesaicError(
+                f"{model} ({family}) is no causal language model"
+            ) from error
+        raise _cannot_load(model, error) from error
+    return loaded, info
+
+
+def _check_loaded(model: str | Path, config: Any, info: dict[str, Any]) -> None:
+    """Raises MoesaicError unless checkpoint and configuration have the same weights."""
+    for what in ("missing", "mismatched"):
+        entries = info.get(f"{what}_keys") or ()
+        # A mismatched key comes with its two shapes.
+        keys = [entry[0] if isinstance(entry, tuple) else entry for entry in entries]
+        if keys:
+            raise MoesaicError(
+                f"{model}: {len(keys)} weights are {what} in the checkpoint, among "
+                f"them {min(keys)}; fetch the model again"
+            )
+    left_out = _left_out(config, info.get("unexpected_keys") or ())
+    if left_out:
+        raise MoesaicError(
+            f"{model}: the checkpoint has weights that its config.json leaves out, "
+            f"among them {left_out[0]}; one of the two is damaged"
+        )
+
+
+def _left_out(config: Any, unexpected: Iterable[str]) -> list[str]:
+    """Weights that were not read and should have been.
+
+    Those of layers beyond the last; every one where the model is ours.
+    """
+    if config.model_type == "moesaic":
+        return sorted(unexpected)
+    depth = config.get_text_config().num_hidden_layers
+    return sorted(key for key in unexpected if _layer_of(key) >= depth)
+
+
+def _layer_of(key: str) -> int:
+    """The number of a weight's layer, or -1."""
+    number = re.search(r"\.([0-9]+)\.", key)
+    return -1 if number is None else int(number[1])
+
+
+def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model. Raises MoesaicError where it has none."""
+    where = resolve(model)
+    try:
+        with _shown_to_transformers(where) as (place, options):
+            tokenizer = AutoTokenizer.from_pretrained(
+                place, trust_remote_code=trust_remote_code, **options
+            )
     except Exception as error:  # transformers raises many kinds for one cause
         raise MoesaicError(
             f"{model} has no usable tokenizer: {_first_line(error)}"
         ) from error
+    tokenizer.name_or_path = where
+    return tokenizer
 
 
 def _model_type(where: Path) -> str | None:
-    """What a local config.json calls its family, where it can be read and brings no code."""
+    """What a local config.json calls its family.
+
+    None where it cannot be read, or brings code of its own.
+    """
+    path = where / "config.json" if where.is_dir() else where
     try:
-        values = json.loads(
-            (where / "config.json" if where.is_dir() else where).read_text()
-        )
+        values = json.loads(path.read_text())
         family = values["model_type"]
-        return family if isinstance(family, str) and "auto_map" not in values else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _beyond(config: Any, unexpected: Iterable[str]) -> list[str]:
-    """Weights that were not read: of layers beyond the last, or any where the model is ours."""
-    last, ours = (
-        config.get_text_config().num_hidden_layers,
-        config.model_type == "moesaic",
-    )
-    numbers = ((key, re.search(r"\.([0-9]+)\.", key)) for key in unexpected)
-    return sorted(
-        key for key, number in numbers if ours or (number and int(number[1]) >= last)
-    )
+    known_by_name = isinstance(family, str) and "auto_map" not in values
+    return family if known_by_name else None
 
 
 def _first_line(error: Exception) -> str:
@@ -342,3 +501,45 @@ def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
             f"{model}: no such folder, and the hub has no such model or cannot be reached ({line})"
         )
     return MoesaicError(f"cannot load {model}: {line}")
+
+
+def source_of(model: Any) -> str | None:
+    """From what the weights of a GGUF file were read, for a card; else None."""
+    if not isinstance(model, str | Path) or not _is_gguf(Path(model)):
+        return None
+    path = Path(model)
+    header = read_header(path)
+    verb = "dequantised" if header.quantised else "read"
+    return f"{verb} from {path.name} ({header.quantisation})"
+
+
+def base_model_of(config: Any) -> str:
+    """What a converted model's configuration calls the dense model."""
+    return str(config.moesaic["base_model"])
+
+
+def dense_of(model: str | Path, config: Any) -> str | None:
+    """Name or path of the dense model that a converted model was made from.
+
+    A bare name is looked for in the working directory, beside the converted model, and
+    beside its parent. None where it is not found, and for a dense model. Does not ask
+    the hub.
+    """
+    if config.model_type != "moesaic":
+        return None
+    base = base_model_of(config)
+    hub_id = base.count("/") == 1
+    if base == "demo" or hub_id:
+        return base
+    bare_name = Path(base).name == base and base not in ("", "..")
+    if not bare_name:
+        return None
+    folder = Path(model).absolute()
+    places = [Path(), folder.parent, folder.parent.parent]
+    for place in places:
+        candidate = place / base
+        # A converted model may have its dense model's name, in another folder.
+        itself = candidate.absolute() == folder
+        if candidate.exists() and not itself:
+            return str(candidate)
+    return None

@@ -1,10 +1,12 @@
 """Finds the experts of a model that is a mixture already.
 
-transformers 5 keeps every family's experts in one module with fused weights, called with hidden
-states, chosen experts and gate weights. That module is what a conversion replaces: the outer
-router, its normalisation, shared experts and auxiliary losses stay the family's own code.
+transformers 5 keeps every family's experts in one module with fused weights, called
+with hidden states, chosen experts and gate weights. That module is what a conversion
+replaces. The outer router, its normalisation, shared experts and auxiliary losses stay
+the family's own code.
 
-Shape suffixes: T tokens, D hidden_size, O experts of a token, M neurons of an expert.
+Shape suffixes: B batch, L tokens of a sample, T tokens, D hidden_size, O experts of a
+token, M neurons of an expert.
 """
 
 from __future__ import annotations
@@ -17,51 +19,68 @@ from torch import nn
 
 from moesaic.errors import MoesaicError
 from moesaic.families.ffn import DenseFFN
-from moesaic.families.structure import PATTERNS, FFNs, Pattern, activation_of, matches
+from moesaic.families.structure import (
+    LLAMA,
+    FFNs,
+    LayerStack,
+    Pattern,
+    activation_of,
+    matches,
+    random_inputs,
+    reason_of,
+    relative_difference,
+    tolerance,
+)
 
 SUPPORTED_MIXTURES = (
-    "Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2, DeepSeek-V3, Granite-MoE, Glm4-MoE and "
-    "others with fused gate/up/down experts without biases"
+    "Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2, DeepSeek-V3, Granite-MoE, "
+    "Glm4-MoE and others with fused gate/up/down experts without biases"
 )
-_NO_PATTERN = Pattern(up="gate_up_proj", down="down_proj", fused=True)
+_FUSED_EXPERTS = Pattern(up="gate_up_proj", down="down_proj", fused=True)
+_SHARED_NAMES = ("shared_expert", "shared_experts")
+# What transformers marks experts with whose weights lie otherwise, and the usual value.
+_USUAL_FORM = {
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_post_expert_norm": False,
+}
 
 
 @dataclass(frozen=True)
 class Mixtures(FFNs):
-    """Where a mixture keeps its experts; `ffn_path` is the module of all experts of a layer."""
+    """Where a mixture keeps its experts.
+
+    `ffn_path` is the module of all experts of a layer. `beside_path` is an FFN that
+    every token runs: a "shared expert".
+    """
 
     mixed: tuple[int, ...] = ()  # layers that have experts; the others stay as they are
     num_outer: int = 0  # experts of a layer
     outer_active: int = 0  # of them run for a token
-    beside_path: str | None = (
-        None  # within a layer: an FFN that every token runs, "shared expert"
-    )
+    beside_path: str | None = None  # within a layer
 
     @property
     def converted(self) -> tuple[int, ...]:
         return tuple(layer for layer in self.mixed if layer not in self.kept)
 
     def read(self, layer: int, expert: int = 0) -> DenseFFN:
-        """One expert in canonical form (views of the model's tensors, no copy)."""
-        module: Any = self.replaced(layer)
-        gate_MD, up_MD = module.gate_up_proj.detach()[expert].chunk(2)
-        return DenseFFN(
-            up_MD, module.down_proj.detach()[expert], self.activation, gate_MD
-        )
+        """One expert in canonical form: views of the model's tensors, no copy."""
+        experts: Any = self.replaced(layer)
+        gate_up = experts.gate_up_proj.detach()[expert]
+        gate_MD, up_MD = gate_up.chunk(2)
+        down_DM = experts.down_proj.detach()[expert]
+        return DenseFFN(up_MD, down_DM, self.activation, gate_MD)
 
     def read_beside(self, layer: int) -> DenseFFN | None:
-        """The shared expert that stands beside the routed ones, where the family has one."""
+        """The shared expert beside the routed ones, where the family has one."""
         if self.beside_path is None:
             return None
-        module: Any = self.layers[layer].get_submodule(self.beside_path)
-        gate, up, down = (
-            getattr(module, f"{name}_proj") for name in ("gate", "up", "down")
-        )
+        shared: Any = self.layers[layer].get_submodule(self.beside_path)
         return DenseFFN(
-            up.weight.detach(),
-            down.weight.detach(),
-            self.activation,
-            gate.weight.detach(),
+            up_FD=shared.up_proj.weight.detach(),
+            down_DF=shared.down_proj.weight.detach(),
+            activation=self.activation,
+            gate_FD=shared.gate_proj.weight.detach(),
         )
 
     def prefixes(self, layer: int) -> list[str]:
@@ -69,95 +88,87 @@ class Mixtures(FFNs):
         experts = self.state_prefix(layer)
         if self.beside_path is None:
             return [experts]
-        return [experts, experts.removesuffix(self.ffn_path) + self.beside_path]
+        layer_prefix = experts.removesuffix(self.ffn_path)
+        return [experts, layer_prefix + self.beside_path]
 
     def replaced_paths(self) -> tuple[str, ...]:
-        return (self.ffn_path, *([self.beside_path] if self.beside_path else []))
+        if self.beside_path is None:
+            return (self.ffn_path,)
+        return (self.ffn_path, self.beside_path)
 
 
 def experts_of(layer: nn.Module) -> str | None:
     """Path of a layer's module of routed experts, or None in a dense layer."""
-    found = [
-        path for path, _ in layer.named_modules() if path.split(".")[-1] == "experts"
-    ]
-    return found[0] if found else None
+    for path, _ in layer.named_modules():
+        if path.split(".")[-1] == "experts":
+            return str(path)
+    return None
 
 
-def find_mixtures(
-    model: Any, base: nn.Module, layers_path: str, layers: nn.ModuleList
-) -> Mixtures | None:
+def find_mixtures(model: Any, stack: LayerStack) -> Mixtures | None:
     """Locates the experts of a causal language model; None where it is dense.
 
-    Raises MoesaicError, listing what is supported, for experts of another form or with quantised
-    weights, and where layers differ in their experts.
+    Raises MoesaicError, listing what is supported, for experts of another form or with
+    quantised weights, and where layers differ in their experts.
     """
-    name = type(model).__name__
-    paths = {
-        i: path
-        for i, layer in enumerate(layers)
-        if (path := experts_of(layer)) is not None
-    }
+    paths: dict[int, str] = {}
+    for number, layer in enumerate(stack.layers):
+        path = experts_of(layer)
+        if path is not None:
+            paths[number] = path
     if not paths:
         return None
-    config = model.config.get_text_config()
     first = min(paths)
-    experts: Any = layers[first].get_submodule(paths[first])
-    kind, reason = type(experts).__name__, _unlike(experts)
-    active = getattr(config, "num_experts_per_tok", None)
-    if reason is None and not isinstance(active, int):
-        reason = "its config names no num_experts_per_tok"
-    if reason is not None:
-        raise MoesaicError(
-            f"{name} is a mixture of experts whose experts ({kind}) cannot be split: {reason}; "
-            f"supported mixtures are {SUPPORTED_MIXTURES}"
-        )
-    found = Mixtures(
-        name=name,
-        base=base,
-        base_prefix="" if base is model else model.base_model_prefix,
-        layers=layers,
-        layers_path=layers_path,
+    experts: Any = stack.layers[first].get_submodule(paths[first])
+    mixtures = Mixtures(
+        **vars(stack),
         ffn_path=paths[first],
         identities=(),
-        pattern=_NO_PATTERN,
-        activation=activation_of(model, name),
+        pattern=_FUSED_EXPERTS,
         mixed=tuple(sorted(paths)),
+        outer_active=_active_experts(model, stack.name, experts),
         num_outer=len(experts.gate_up_proj),
-        outer_active=int(active or 0),
-        beside_path=_beside(layers[first], paths[first]),
+        activation=activation_of(model, stack.name),
+        beside_path=_beside(stack.layers[first], paths[first]),
     )
-    shape = experts.gate_up_proj.shape
-    for layer, path in paths.items():
-        other: Any = layers[layer].get_submodule(path)
-        if path != found.ffn_path or type(other) is not type(experts):
-            raise MoesaicError(
-                f"{name}: layer {layer} has other experts than layer {first}"
-            )
-        weight = other.gate_up_proj
-        if weight.shape != shape:
-            raise MoesaicError(
-                f"{name}: layer {layer} has experts of shape {tuple(weight.shape)}, layer {first} "
-                f"of {tuple(shape)}; layers of different shapes are not supported"
-            )
-        if not weight.is_floating_point() or weight.element_size() < 2:
-            raise MoesaicError(
-                f"{name}: the expert weights are quantised ({weight.dtype}); convert the model "
-                "first and quantise the result"
-            )
-        if not weight.is_meta:
-            _check_experts(found, layer)
-            _check_beside(found, layer)
-    return found
+    for number, path in paths.items():
+        _check_layer(mixtures, number, path)
+    return mixtures
+
+
+def _active_experts(model: Any, name: str, experts: nn.Module) -> int:
+    """How many experts run for a token.
+
+    Raises MoesaicError where that is not known, or the experts cannot be split.
+    """
+    config = model.config.get_text_config()
+    active = getattr(config, "num_experts_per_tok", None)
+    reason = _unlike(experts)
+    if reason is None and isinstance(active, int):
+        return active
+    if reason is None:
+        reason = "its config names no num_experts_per_tok"
+    raise MoesaicError(
+        f"{name} is a mixture of experts whose experts ({type(experts).__name__}) "
+        f"cannot be split: {reason}; supported mixtures are {SUPPORTED_MIXTURES}"
+    )
 
 
 def _beside(layer: nn.Module, experts_path: str) -> str | None:
-    """Path of a plain gate/up/down FFN without biases beside the experts, named as shared."""
-    parent = experts_path.rpartition(".")[0]
-    for name, module in layer.get_submodule(parent).named_children():
-        if name in ("shared_expert", "shared_experts") and matches(module, PATTERNS[0]):
-            biases = [b for b, _ in module.named_parameters() if b.endswith("bias")]
-            return None if biases else f"{parent}.{name}"
+    """Path of a plain gate/up/down FFN beside the experts that is named as shared.
+
+    None for one with biases.
+    """
+    parent_path = experts_path.rpartition(".")[0]
+    parent = layer.get_submodule(parent_path)
+    for name, module in parent.named_children():
+        if name in _SHARED_NAMES and matches(module, LLAMA):
+            return None if _has_biases(module) else f"{parent_path}.{name}"
     return None
+
+
+def _has_biases(module: nn.Module) -> bool:
+    return any(name.endswith("bias") for name, _ in module.named_parameters())
 
 
 def _unlike(experts: Any) -> str | None:
@@ -166,86 +177,126 @@ def _unlike(experts: Any) -> str | None:
     down: Any = getattr(experts, "down_proj", None)
     if isinstance(experts, nn.ModuleList):
         return "they are separate modules"
-    if not all(isinstance(w, torch.Tensor) and w.ndim == 3 for w in (gate_up, down)):
+    if not _is_stack(gate_up) or not _is_stack(down):
         return "they have no fused gate_up_proj and down_proj"
     if getattr(experts, "limit", None) is not None:
-        return "gate and up are clamped before they are multiplied, which sub-experts do not hold"
-    if any(name.endswith("bias") for name, _ in experts.named_parameters()):
+        return (
+            "gate and up are clamped before they are multiplied, which sub-experts do "
+            "not hold"
+        )
+    if _has_biases(experts):
         return "they have biases"
-    marks = {
-        "is_transposed": False,
-        "is_concatenated": True,
-        "has_post_expert_norm": False,
-    }
-    if any(getattr(experts, mark, usual) != usual for mark, usual in marks.items()):
-        return "gate and up are interleaved, transposed or normalised"
-    if gate_up.shape[1] != 2 * down.shape[2] or gate_up.shape[2] != down.shape[1]:
+    for mark, usual in _USUAL_FORM.items():
+        if getattr(experts, mark, usual) != usual:
+            return "gate and up are interleaved, transposed or normalised"
+    _, gate_up_rows, gate_up_columns = gate_up.shape
+    _, down_rows, down_columns = down.shape
+    if gate_up_rows != 2 * down_columns or gate_up_columns != down_rows:
         return "their weights are not (E, 2m, d) and (E, d, m)"
     return None
 
 
+def _is_stack(weight: Any) -> bool:
+    """Whether it is one matrix an expert."""
+    return isinstance(weight, torch.Tensor) and weight.ndim == 3
+
+
+def _check_layer(mixtures: Mixtures, layer: int, path: str) -> None:
+    """A layer has the experts of the first, and they compute what we believe."""
+    name = mixtures.name
+    first = mixtures.mixed[0]
+    first_experts: Any = mixtures.replaced(first)
+    experts: Any = mixtures.layers[layer].get_submodule(path)
+    if path != mixtures.ffn_path or type(experts) is not type(first_experts):
+        raise MoesaicError(
+            f"{name}: layer {layer} has other experts than layer {first}"
+        )
+    shape = first_experts.gate_up_proj.shape
+    weight = experts.gate_up_proj
+    if weight.shape != shape:
+        raise MoesaicError(
+            f"{name}: layer {layer} has experts of shape {tuple(weight.shape)}, layer "
+            f"{first} of {tuple(shape)}; layers of different shapes are not supported"
+        )
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        raise MoesaicError(
+            f"{name}: the expert weights are quantised ({weight.dtype}); convert the "
+            "model first and quantise the result"
+        )
+    if not weight.is_meta:
+        _check_experts(mixtures, layer)
+        _check_beside(mixtures, layer)
+
+
 @torch.no_grad()
-def _check_experts(found: Mixtures, layer: int) -> None:
-    """Compares our canonical experts with the module on random inputs, for each of them."""
-    module: Any = found.replaced(layer)
-    weight = module.down_proj
-    generator = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(found.num_outer, weight.shape[1], generator=generator).to(weight)
-    index_TO = torch.arange(found.num_outer, device=weight.device)[:, None]
+def _check_experts(mixtures: Mixtures, layer: int) -> None:
+    """Compares each of our canonical experts with the module, on one random input."""
+    module: Any = mixtures.replaced(layer)
+    experts = [mixtures.read(layer, number) for number in range(mixtures.num_outer)]
+    x_TD = random_inputs(mixtures.num_outer, experts[0].up_FD)
+    index_TO = torch.arange(mixtures.num_outer, device=x_TD.device)[:, None]
     gate_TO = torch.full_like(x_TD[:, :1], 0.5)
     try:
         expected_TD = module(x_TD, index_TO, gate_TO)
-    except (
-        Exception
-    ) as error:  # whatever a module of another kind makes of these inputs
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # whatever a module of another kind makes of inputs
         raise MoesaicError(
-            f"{found.name}: the experts of layer {layer} cannot be run ({reason}); supported "
-            f"mixtures are {SUPPORTED_MIXTURES}"
+            f"{mixtures.name}: the experts of layer {layer} cannot be run "
+            f"({reason_of(error)}); supported mixtures are {SUPPORTED_MIXTURES}"
         ) from error
-    ffns = [found.read(layer, expert) for expert in range(found.num_outer)]
-    rows = zip(ffns, x_TD.split(1), strict=True)
-    ours_TD = 0.5 * torch.cat([ffn.output(ffn.hidden(x_1D)) for ffn, x_1D in rows])
+    rows = [
+        expert.output(expert.hidden(x_1D))
+        for expert, x_1D in zip(experts, x_TD.split(1), strict=True)
+    ]
+    ours_TD = 0.5 * torch.cat(rows)
     if not torch.isfinite(expected_TD).all():
         return  # broken weights are reported by name, by the conversion
-    difference = (ours_TD - expected_TD).float().norm()
-    relative = float(difference / expected_TD.float().norm().clamp(min=1e-20))
-    if not relative <= (1e-4 if x_TD.dtype == torch.float32 else 1e-2):
+    relative = relative_difference(ours_TD, expected_TD)
+    if not relative <= tolerance(x_TD.dtype):
         raise MoesaicError(
-            f"{found.name}: the experts of layer {layer} have the usual weights but compute "
-            f"something else (relative difference {relative:.2g}); supported mixtures are "
+            f"{mixtures.name}: the experts of layer {layer} have the usual weights but "
+            f"compute something else (relative difference {relative:.2g}); supported "
+            f"mixtures are {SUPPORTED_MIXTURES}"
+        )
+
+
+@torch.no_grad()
+def _check_beside(mixtures: Mixtures, layer: int) -> None:
+    """The shared expert gets the layer's inputs, and computes what we believe."""
+    expert = mixtures.read_beside(layer)
+    if expert is None:
+        return
+    given_TD = random_inputs(4, expert.up_FD)
+    seen_BLD, expected_BLD = _run_beside(mixtures, layer, given_TD)
+    if not torch.isfinite(expected_BLD).all():
+        return  # broken weights are reported by name, by the conversion
+    same_inputs = torch.equal(seen_BLD.reshape(-1), given_TD.reshape(-1))
+    ours_BLD = expert.output(expert.hidden(seen_BLD))
+    relative = relative_difference(ours_BLD, expected_BLD)
+    if not (same_inputs and relative <= tolerance(expected_BLD.dtype)):
+        raise MoesaicError(
+            f"{mixtures.name}: the shared expert {mixtures.beside_path!r} of layer "
+            f"{layer} computes something else; supported mixtures are "
             f"{SUPPORTED_MIXTURES}"
         )
 
 
-@torch.no_grad()
-def _check_beside(found: Mixtures, layer: int) -> None:
-    """The shared expert computes what we believe, on the same inputs as the routed ones."""
-    ffn = found.read_beside(layer)
-    if ffn is None:
-        return
-    assert found.beside_path is not None
-    owner = found.layers[layer].get_submodule(found.ffn_path.rpartition(".")[0])
-    beside = found.layers[layer].get_submodule(found.beside_path)
-    generator = torch.Generator().manual_seed(0)
-    x_BLD = torch.randn(1, 4, ffn.up_FD.shape[1], generator=generator).to(ffn.up_FD)
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    handle = beside.register_forward_hook(
-        lambda _, args, output: seen.append((args[0], output))
+def _run_beside(
+    mixtures: Mixtures, layer: int, x_TD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the shared expert is called with and returns when its parent is run."""
+    assert mixtures.beside_path is not None
+    parent_path = mixtures.ffn_path.rpartition(".")[0]
+    parent = mixtures.layers[layer].get_submodule(parent_path)
+    shared = mixtures.layers[layer].get_submodule(mixtures.beside_path)
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    handle = shared.register_forward_hook(
+        lambda _, inputs, output: calls.append((inputs[0], output))
     )
-    training = owner.training
+    training = parent.training
     try:
-        owner.eval()(x_BLD)
+        parent.eval()(x_TD[None])
     finally:
         handle.remove()
-        owner.train(training)
-    ((x, y),) = seen
-    ours = ffn.output(ffn.hidden(x))
-    relative = float((ours - y).float().norm() / y.float().norm().clamp(min=1e-20))
-    same = torch.equal(x.reshape(-1), x_BLD.reshape(-1))
-    close = relative <= (1e-4 if y.dtype == torch.float32 else 1e-2)
-    if torch.isfinite(y).all() and not (same and close):
-        raise MoesaicError(
-            f"{found.name}: the shared expert {found.beside_path!r} of layer {layer} computes "
-            f"something else; supported mixtures are {SUPPORTED_MIXTURES}"
-        )
+        parent.train(training)
+    (call,) = calls
+    return call

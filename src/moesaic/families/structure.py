@@ -1,8 +1,9 @@
-"""Finds the FFNs of a decoder by their structure: the only place that knows attribute names.
+"""Finds the FFNs of a decoder by their structure.
 
-An adapter is a row of PATTERNS; families that share the names of Llama's parts need none of
-their own. Whatever is found is checked numerically, so a family that has the names and computes
-something else is refused instead of converted wrongly.
+The only place that knows the names of their parts: an adapter is a row of PATTERNS, and
+families that share the names of Llama's parts need none of their own. Whatever is found
+is checked numerically, so a family that has the names and computes something else is
+refused instead of converted wrongly.
 """
 
 from __future__ import annotations
@@ -21,28 +22,36 @@ from moesaic.errors import MoesaicError
 from moesaic.families.ffn import DenseFFN
 
 SUPPORTED = (
-    "Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma, Gemma-2, Gemma-3 (text), OLMo-2 and other "
-    "decoders with gate/up/down projections; GPT-2, OPT, GPT-NeoX, Phi and other two-matrix FFNs"
+    "Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma, Gemma-2, Gemma-3 (text), OLMo-2 and "
+    "other decoders with gate/up/down projections; GPT-2, OPT, GPT-NeoX, Phi and other "
+    "two-matrix FFNs"
 )
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Names of the projections inside an FFN module (or inside the layer itself: `inline`)."""
+    """Names of the projections inside an FFN module.
+
+    `inline`: the layer has the projections itself, and calls them around its
+    `activation_fn`.
+    """
 
     up: str
     down: str
     gate: str | None = None
     fused: bool = False  # `up` holds the rows of gate, then those of up
-    inline: bool = (
-        False  # the layer calls the projections itself, around `activation_fn`
-    )
+    inline: bool = False
+
+    @property
+    def projections(self) -> set[str]:
+        names = {self.up, self.down}
+        return names if self.gate is None else names | {self.gate}
 
 
+# Llama and most families after it.
+LLAMA = Pattern(gate="gate_proj", up="up_proj", down="down_proj")
 PATTERNS = (
-    Pattern(
-        gate="gate_proj", up="up_proj", down="down_proj"
-    ),  # Llama and most after it
+    LLAMA,
     Pattern(up="gate_up_proj", down="down_proj", fused=True),  # Phi-3, GLM
     Pattern(up="c_fc", down="c_proj"),  # GPT-2
     Pattern(up="dense_h_to_4h", down="dense_4h_to_h"),  # GPT-NeoX
@@ -60,18 +69,22 @@ _ACTIVATION_KEYS = (
 
 
 @dataclass(frozen=True)
-class FFNs:
-    """Where a model keeps its layers and FFNs; paths start at the base model."""
+class LayerStack:
+    """Where a model keeps its layers; paths start at the base model."""
 
     name: str  # of the model's class, for messages
     base: nn.Module
     base_prefix: str  # of the base model within the model, "" where they are the same
     layers: nn.ModuleList
     layers_path: str
-    ffn_path: str  # within a layer; the module that our block replaces
-    identities: tuple[
-        str, ...
-    ]  # within a layer; modules that the block makes superfluous
+
+
+@dataclass(frozen=True)
+class FFNs(LayerStack):
+    """Where a model keeps its FFNs. Paths of modules are within a layer."""
+
+    ffn_path: str  # the module that our block replaces
+    identities: tuple[str, ...]  # modules that the block makes superfluous
     pattern: Pattern
     activation: str
     kept: tuple[int, ...] = ()  # layers that stay as they are
@@ -79,9 +92,8 @@ class FFNs:
     @property
     def converted(self) -> tuple[int, ...]:
         """The layers that a conversion changes."""
-        return tuple(
-            layer for layer in range(len(self.layers)) if layer not in self.kept
-        )
+        numbers = range(len(self.layers))
+        return tuple(layer for layer in numbers if layer not in self.kept)
 
     def replaced(self, layer: int) -> nn.Module:
         """The module that receives the FFN's input."""
@@ -93,27 +105,27 @@ class FFNs:
 
     def last_module(self, layer: int) -> nn.Module:
         """The module whose output is the FFN's."""
-        inline = self.pattern.down if self.pattern.inline else self.ffn_path
-        return self.layers[layer].get_submodule(inline)
+        path = self.pattern.down if self.pattern.inline else self.ffn_path
+        return self.layers[layer].get_submodule(path)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Puts every module that a conversion replaces back where it was."""
-        kept = [
-            (
-                layer.get_submodule(parent) if parent else layer,
-                name,
-                layer.get_submodule(path),
-            )
-            for layer in (self.layers[i] for i in self.converted)
-            for path in self.replaced_paths()
-            for parent, _, name in [path.rpartition(".")]
-        ]
+        before = []
+        for layer in self.converted:
+            for path in self.replaced_paths():
+                module = self.layers[layer].get_submodule(path)
+                before.append((layer, path, module))
         try:
             yield
         finally:
-            for parent, name, module in kept:
-                setattr(parent, name, module)
+            for layer, path, module in before:
+                self._put_back(layer, path, module)
+
+    def _put_back(self, layer: int, path: str, module: nn.Module) -> None:
+        parent_path, _, name = path.rpartition(".")
+        parent = self.layers[layer].get_submodule(parent_path)
+        setattr(parent, name, module)
 
     def state_prefix(self, layer: int) -> str:
         """Where the state dict keeps what replaces this layer's FFN."""
@@ -121,163 +133,187 @@ class FFNs:
         return ".".join(part for part in parts if part)
 
     def read(self, layer: int) -> DenseFFN:
-        """The FFN of one layer in canonical form (views of the model's tensors, no copy)."""
+        """The FFN of one layer in canonical form: views of its tensors, no copy."""
         module = self.layers[layer] if self.pattern.inline else self.replaced(layer)
-        up, up_bias = _weight(getattr(module, self.pattern.up))
-        down, down_bias = _weight(getattr(module, self.pattern.down))
-        gate = gate_bias = None
+        up = getattr(module, self.pattern.up)
+        down = getattr(module, self.pattern.down)
+        rows = {"up_FD": _weight(up), "up_bias_F": _bias(up)}
         if self.pattern.gate is not None:
-            gate, gate_bias = _weight(getattr(module, self.pattern.gate))
+            gate = getattr(module, self.pattern.gate)
+            rows |= {"gate_FD": _weight(gate), "gate_bias_F": _bias(gate)}
         elif self.pattern.fused:
-            gate, up = up.chunk(2)
-            gate_bias, up_bias = (None, None) if up_bias is None else up_bias.chunk(2)
-        return DenseFFN(up, down, self.activation, gate, up_bias, gate_bias, down_bias)
+            rows = _gate_and_up(rows["up_FD"], rows["up_bias_F"])
+        columns = {"down_DF": _weight(down), "down_bias_D": _bias(down)}
+        parts: dict[str, Any] = rows | columns
+        return DenseFFN(activation=self.activation, **parts)
 
 
-def find_ffns(model: Any) -> FFNs:
-    """Locates the FFNs of a causal language model; the experts (`Mixtures`) of one that has some.
+def _weight(projection: Any) -> torch.Tensor:
+    """The weight with a row for each output."""
+    weight: torch.Tensor = projection.weight.detach()
+    return weight.T if isinstance(projection, Conv1D) else weight
 
-    Raises MoesaicError, listing what is supported and what was found, for a model whose FFNs it
-    does not recognise or whose FFN weights are quantised.
+
+def _bias(projection: Any) -> torch.Tensor | None:
+    bias: torch.Tensor | None = projection.bias
+    return None if bias is None else bias.detach()
+
+
+def _gate_and_up(
+    fused: torch.Tensor | None, fused_bias: torch.Tensor | None
+) -> dict[str, torch.Tensor | None]:
+    """Gate and up of a projection that holds the rows of both."""
+    assert fused is not None
+    gate, up = fused.chunk(2)
+    parts: dict[str, torch.Tensor | None] = {"gate_FD": gate, "up_FD": up}
+    if fused_bias is not None:
+        gate_bias, up_bias = fused_bias.chunk(2)
+        parts |= {"gate_bias_F": gate_bias, "up_bias_F": up_bias}
+    return parts
+
+
+def find_dense_ffns(model: Any, stack: LayerStack) -> FFNs:
+    """Locates the FFNs in the layers of a model that is no mixture.
+
+    Raises MoesaicError where it recognises none, or where layers differ.
     """
-    name = type(model).__name__
-    base = getattr(model, model.base_model_prefix, model)
-    count = model.config.get_text_config().num_hidden_layers
-    stacks = [
-        (path, module)
-        for path, module in base.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    if not stacks or count < 1:
-        raise MoesaicError(
-            f"{name}: no stack of {count} layers found; supported are {SUPPORTED}"
-        )
-    layers_path, layers = stacks[0]
-    first = layers[0]
-    from moesaic.families.mixture import find_mixtures  # which derives from FFNs
-
-    if (mixtures := find_mixtures(model, base, layers_path, layers)) is not None:
-        return mixtures
-    candidates = [
-        (path, pattern)
-        for pattern in PATTERNS
-        for path, module in first.named_modules()
-        if matches(module, pattern) and pattern.inline == (path == "")
-    ]
-    if not candidates:
-        seen = [
-            path
-            for path, module in first.named_modules()
-            if isinstance(module, _PROJECTIONS)
-        ]
-        raise MoesaicError(
-            f"{name}: no FFN recognised in its layers; supported are {SUPPORTED}; "
-            f"found the projections {', '.join(seen) or 'none'}"
-        )
-    path, pattern = candidates[0]
-    found = FFNs(
-        name=name,
-        base=base,
-        base_prefix="" if base is model else model.base_model_prefix,
-        layers=layers,
-        layers_path=layers_path,
+    path, pattern = _find_pattern(stack)
+    ffns = FFNs(
+        **vars(stack),
         ffn_path=pattern.up if pattern.inline else path,
         identities=("activation_fn", pattern.down) if pattern.inline else (),
         pattern=pattern,
-        activation=activation_of(model, name),
+        activation=activation_of(model, stack.name),
     )
-    _check_all(found)
-    return found
+    for layer in range(len(ffns.layers)):
+        _check_layer(ffns, layer)
+    return ffns
+
+
+def _find_pattern(stack: LayerStack) -> tuple[str, Pattern]:
+    """Path of the FFN in the first layer, and its pattern. The first pattern wins."""
+    modules = dict(stack.layers[0].named_modules())
+    for pattern in PATTERNS:
+        for path, module in modules.items():
+            is_layer = path == ""
+            if is_layer == pattern.inline and matches(module, pattern):
+                return path, pattern
+    projections = [
+        path for path, module in modules.items() if isinstance(module, _PROJECTIONS)
+    ]
+    raise MoesaicError(
+        f"{stack.name}: no FFN recognised in its layers; supported are {SUPPORTED}; "
+        f"found the projections {', '.join(projections) or 'none'}"
+    )
 
 
 def matches(module: nn.Module, pattern: Pattern) -> bool:
-    names = [name for name in (pattern.up, pattern.down, pattern.gate) if name]
+    """Whether a module has the projections of a pattern, and no others."""
     projections = {
         name
         for name, child in module.named_children()
         if isinstance(child, _PROJECTIONS)
     }
     if pattern.inline:
-        return projections.issuperset(names) and hasattr(module, "activation_fn")
-    return projections == set(names)
-
-
-def _weight(projection: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight: Any = projection.weight
-    bias: Any = projection.bias
-    return weight.detach().T if isinstance(projection, Conv1D) else weight.detach(), (
-        None if bias is None else bias.detach()
-    )
+        has_all = projections.issuperset(pattern.projections)
+        return has_all and hasattr(module, "activation_fn")
+    return projections == pattern.projections
 
 
 def activation_of(model: Any, name: str) -> str:
+    """The activation that a model's configuration names."""
     config = model.config.get_text_config()
     for key in _ACTIVATION_KEYS:
-        if isinstance(value := getattr(config, key, None), str) and value in ACT2FN:
-            return value
+        activation = getattr(config, key, None)
+        if isinstance(activation, str) and activation in ACT2FN:
+            return activation
     raise MoesaicError(
         f"{name}: its config names no activation that transformers knows (looked for "
         f"{', '.join(_ACTIVATION_KEYS)}); supported are {SUPPORTED}"
     )
 
 
-def _check_all(found: FFNs) -> None:
-    """Every layer has the FFN where the first has it, and it computes what we believe."""
-    name, shape = found.name, found.read(0).up_FD.shape
-    for layer, module in enumerate(found.layers):
-        try:
-            owner = (
-                module if found.pattern.inline else module.get_submodule(found.ffn_path)
-            )
-            ok = matches(owner, found.pattern)
-        except AttributeError:
-            ok = False
-        if not ok:
-            raise MoesaicError(
-                f"{name}: layer {layer} has no {found.ffn_path!r} as layer 0 has; models whose "
-                "layers differ in structure are not supported"
-            )
-        weight = found.read(layer).up_FD
-        if weight.shape != shape:
-            raise MoesaicError(
-                f"{name}: layer {layer} has an FFN of {weight.shape[0]} neurons, layer 0 one of "
-                f"{shape[0]}; FFNs of different widths are not supported"
-            )
-        if not weight.is_floating_point():
-            raise MoesaicError(
-                f"{name}: the FFN weights are quantised ({weight.dtype}); convert the model "
-                "first and quantise the result"
-            )
-        if not found.pattern.inline and not weight.is_meta:
-            _check_formula(found, layer)
+def _check_layer(ffns: FFNs, layer: int) -> None:
+    """A layer has the FFN where the first has it, and it computes what we believe."""
+    if not _has_ffn(ffns, layer):
+        raise MoesaicError(
+            f"{ffns.name}: layer {layer} has no {ffns.ffn_path!r} as layer 0 has; "
+            "models whose layers differ in structure are not supported"
+        )
+    first = ffns.read(0).up_FD
+    weight = ffns.read(layer).up_FD
+    if weight.shape != first.shape:
+        raise MoesaicError(
+            f"{ffns.name}: layer {layer} has an FFN of {weight.shape[0]} neurons, "
+            f"layer 0 one of {first.shape[0]}; FFNs of different widths are not "
+            "supported"
+        )
+    if not weight.is_floating_point():
+        raise MoesaicError(
+            f"{ffns.name}: the FFN weights are quantised ({weight.dtype}); convert the "
+            "model first and quantise the result"
+        )
+    if not ffns.pattern.inline and not weight.is_meta:
+        _check_formula(ffns, layer)
+
+
+def _has_ffn(ffns: FFNs, layer: int) -> bool:
+    try:
+        module = ffns.layers[layer] if ffns.pattern.inline else ffns.replaced(layer)
+    except AttributeError:
+        return False
+    return matches(module, ffns.pattern)
 
 
 @torch.no_grad()
-def _check_formula(found: FFNs, layer: int) -> None:
-    """Compares our canonical FFN with the module on random inputs; reads the weights twice."""
-    module, ffn = found.replaced(layer), found.read(layer)
-    generator = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(4, ffn.up_FD.shape[1], generator=generator).to(ffn.up_FD)
+def _check_formula(ffns: FFNs, layer: int) -> None:
+    """Compares our canonical FFN with the module on random inputs.
+
+    Reads the weights twice.
+    """
+    module = ffns.replaced(layer)
+    ffn = ffns.read(layer)
+    x_TD = random_inputs(4, ffn.up_FD)
     training = module.training
     try:
-        expected = module.eval()(x_TD)
-        difference = (ffn.output(ffn.hidden(x_TD)) - expected).float().norm()
-    except (
-        Exception
-    ) as error:  # whatever a module of another kind makes of these inputs
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        expected_TD = module.eval()(x_TD)
+        ours_TD = ffn.output(ffn.hidden(x_TD))
+        relative = relative_difference(ours_TD, expected_TD)
+    except Exception as error:  # whatever a module of another kind makes of inputs
         raise MoesaicError(
-            f"{found.name}: its FFN {found.ffn_path!r} is not called with hidden states alone "
-            f"({reason}); supported are {SUPPORTED}"
+            f"{ffns.name}: its FFN {ffns.ffn_path!r} is not called with hidden states "
+            f"alone ({reason_of(error)}); supported are {SUPPORTED}"
         ) from error
     finally:
         module.train(training)
-    if not torch.isfinite(expected).all():
+    if not torch.isfinite(expected_TD).all():
         return  # broken weights are reported by name, by the conversion
-    relative = difference / expected.float().norm().clamp(min=1e-20)
-    if not relative <= (1e-4 if x_TD.dtype == torch.float32 else 1e-2):
+    if not relative <= tolerance(x_TD.dtype):
         raise MoesaicError(
-            f"{found.name}: the FFN {found.ffn_path!r} of layer {layer} has the usual projections "
-            f"but computes something else (relative difference {float(relative):.2g}); supported "
-            f"are {SUPPORTED}"
+            f"{ffns.name}: the FFN {ffns.ffn_path!r} of layer {layer} has the usual "
+            f"projections but computes something else (relative difference "
+            f"{relative:.2g}); supported are {SUPPORTED}"
         )
+
+
+def random_inputs(rows: int, weight_FD: torch.Tensor) -> torch.Tensor:
+    """Rows to check a formula with: the same each time, of the weight's dtype."""
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(rows, weight_FD.shape[1], generator=generator)
+    return x_TD.to(weight_FD)
+
+
+def relative_difference(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    size = expected.float().norm().clamp(min=1e-20)
+    return float((ours - expected).float().norm() / size)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative difference that rounding makes between equal formulas."""
+    return 1e-4 if dtype == torch.float32 else 1e-2
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, or its kind where it says nothing."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,241 @@
+"""Loading: GGUF files as models, and the dense model that a converted one was made from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import moesaic
+from moesaic.cli.main import main
+from moesaic.errors import MoesaicError
+from moesaic.families.load import (
+    dense_of,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve,
+    source_of,
+)
+from tests.gguf_models import CONTEXT, tiny_llama, write_gguf
+
+TEXT = "the cat and the hat, 12 Grüße\n" * 300
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(2 * 40).view(2, 40)
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+# --- GGUF files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_file_is_the_model_that_was_written(tmp_path: Path, tied: bool) -> None:
+    original = tiny_llama(tied)
+    path = write_gguf(tmp_path / "tiny.gguf", original)
+    loaded = load_model(path)
+    assert loaded.dtype == torch.float32  # the file's own
+    torch.testing.assert_close(logits(loaded), logits(original), rtol=1e-5, atol=1e-5)
+    assert loaded.config.name_or_path == load_config(path).name_or_path == str(path)
+    loaded.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(loaded))
+
+
+def test_quantised_weights_become_bfloat16_unless_asked(tmp_path: Path) -> None:
+    original = tiny_llama()
+    path = write_gguf(tmp_path / "tiny.gguf", original, Kind.Q8_0)
+    assert load_model(path).dtype == torch.bfloat16
+    loaded = load_model(path, "float32")
+    assert loaded.dtype == torch.float32
+    difference = (logits(loaded) - logits(original)).norm() / logits(original).norm()
+    assert 0 < difference < 0.05
+
+
+def test_what_lies_beside_a_gguf_file_is_not_of_the_model(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    for name in ("config.json", "tokenizer_config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{ broken")
+    expected = logits(tiny_llama())
+    torch.testing.assert_close(logits(load_model(path)), expected, rtol=1e-5, atol=1e-5)
+    assert load_tokenizer(path).decode(load_tokenizer(path)(TEXT)["input_ids"]) == TEXT
+
+
+def test_a_card_can_say_from_what_the_weights_were_read(tmp_path: Path) -> None:
+    quantised = write_gguf(tmp_path / "a.gguf", tiny_llama(), Kind.Q8_0)
+    named = write_gguf(tmp_path / "b.gguf", tiny_llama(), Kind.Q8_0, general__file_type=15)
+    plain = write_gguf(tmp_path / "c.gguf", tiny_llama(), Kind.F16)
+    assert source_of(quantised) == "dequantised from a.gguf (Q8_0)"
+    assert source_of(named) == "dequantised from b.gguf (Q4_K_M)"
+    assert source_of(plain) == "read from c.gguf (F16)"
+    assert source_of("demo") is None
+    assert source_of(tiny_llama()) is None
+
+
+def test_a_gguf_file_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saved folder is whole: weights, tokenizer, and no mark of quantisation."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), Kind.Q8_0)
+    output = tmp_path / "out"
+    model, report = moesaic.convert(
+        path, "cmoe", "S3A3E8", [TEXT], output=output, samples=4, sequence_length=CONTEXT
+    )
+    assert report.model == str(path)
+    config = load_config(output)
+    assert config.moesaic["base_model"] == "tiny.gguf"
+    assert not hasattr(config, "quantization_config")
+    assert str(tmp_path) not in (output / "config.json").read_text()
+    assert str(tmp_path) not in (output / "tokenizer_config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(output)
+    assert torch.equal(logits(loaded), logits(model))
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert ids == load_tokenizer(path)(TEXT)["input_ids"]
+    assert tokenizer.decode(ids) == TEXT
+    monkeypatch.chdir(tmp_path)
+    assert dense_of("out", config) == "tiny.gguf"
+
+
+@pytest.mark.parametrize("command", ["eval", "flops"])
+def test_commands_take_a_gguf_file(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    more = ["--text", str(text)] if command == "eval" else []
+    monkeypatch.setattr(sys, "argv", ["moesaic", command, str(path), *more])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+
+
+def cut(path: Path, share: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+
+
+def damaged(folder: Path, what: str) -> Path:
+    """A GGUF file that is no model, for one reason or another."""
+    path = folder / "bad.gguf"
+    more: dict[str, Any] = {
+        "other architecture": {"architecture": "mpt"},
+        "shard": {"split__count": 3},
+        "adapter": {"general__type": "adapter"},
+    }.get(what, {})
+    write_gguf(path, tiny_llama(), **more)
+    if what == "cut in the weights":
+        cut(path, 0.9)
+    elif what == "cut in the header":
+        cut(path, 0.01)
+    elif what == "text":
+        path.write_text("not a model")
+    elif what == "empty":
+        path.write_bytes(b"")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("other architecture", "mpt"),
+        ("shard", "one of 3 parts of a GGUF; join them"),
+        ("adapter", "holds a GGUF adapter"),
+        ("cut in the weights", "is cut short: it has"),
+        ("cut in the header", "is cut short: it ends within its header"),
+        ("text", "does not begin with GGUF"),
+        ("empty", "is empty"),
+    ],
+)
+def test_gguf_files_that_are_refused(
+    what: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line, exit code 2, and nothing is written."""
+    path = damaged(tmp_path, what)
+    output = tmp_path / "out"
+    for arguments in (["convert", str(path), "--output", str(output)], ["flops", str(path)]):
+        monkeypatch.setattr(sys, "argv", ["moesaic", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(MoesaicError, match=message) as error:
+        load_model(path)
+    assert "\n" not in str(error.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def test_weights_that_transformers_would_leave_out_are_refused(tmp_path: Path) -> None:
+    """Such as the factors by which Llama 3 stretches its rotary embedding."""
+    model = tiny_llama()
+    weights = model.state_dict()
+    weights["rope_freqs.weight"] = torch.ones(4)
+    stretched = SimpleNamespace(config=model.config, state_dict=lambda: weights)
+    path = write_gguf(tmp_path / "more.gguf", stretched)
+    with pytest.raises(MoesaicError, match=r"holds [\d,]+ weights, and transformers reads"):
+        load_model(path)
+
+
+def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(MoesaicError, match=r"give one of them: a\.gguf, b\.gguf"):
+        load_config(tmp_path)
+    with pytest.raises(MoesaicError, match="no such GGUF file"):
+        resolve(tmp_path / "c.gguf")
+
+
+# --- the dense model of a converted one ----------------------------------------------------------
+
+
+def made_from(base: str) -> Any:
+    return SimpleNamespace(model_type="moesaic", moesaic={"base_model": base})
+
+
+@pytest.mark.parametrize("base", ["demo", "somebody/model"])
+def test_a_dense_model_with_a_name_of_its_own(base: str) -> None:
+    assert dense_of("out", made_from(base)) == base
+
+
+def test_a_dense_model_beside_the_converted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "runs" / "out"
+    output.mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = made_from("dense")
+    assert dense_of(output, config) is None
+    for folder in (tmp_path, tmp_path / "runs"):  # the nearer one comes first
+        (folder / "dense").mkdir()
+        assert dense_of(output, config) == str(folder / "dense")
+    (elsewhere / "dense").mkdir()
+    assert dense_of(output, config) == "dense"
+
+
+def test_a_converted_model_is_not_its_own_dense_model(tmp_path: Path) -> None:
+    for folder in (tmp_path / "dense", tmp_path / "out" / "dense"):
+        folder.mkdir(parents=True)
+    found = dense_of(tmp_path / "out" / "dense", made_from("dense"))
+    assert found == str(tmp_path / "dense")
+
+
+@pytest.mark.parametrize("base", ["", ".", "..", "/etc/hosts", "../../etc/hosts"])
+def test_a_base_model_that_is_no_bare_name(base: str, tmp_path: Path) -> None:
+    assert dense_of(tmp_path, made_from(base)) is None
+
+
+def test_a_dense_model_was_made_from_none(tmp_path: Path) -> None:
+    assert dense_of(tmp_path, tiny_llama().config) is None
