@@ -33,7 +33,7 @@ from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.statistics import profile_ffn
 from moesaic.demo import demo_documents, demo_path
 from moesaic.families import find_ffns
-from moesaic.layout import Sizes
+from moesaic.modeling import Sizes
 from moesaic.methods.recipe import RECIPES
 from moesaic.parts.partition import partition
 from moesaic.parts.routers import expert_energies, expert_grams, linear

@@ -24,7 +24,7 @@ from moesaic.cli.main import app, main
 from moesaic.cli.options import parse_settings
 from moesaic.demo import demo_path
 from moesaic.families.load import load_model, load_tokenizer
-from moesaic.methods.contents import CONTENTS
+from moesaic.methods.contents import METHODS
 from tests.families import tiny_model
 
 TEXT = "def main(argument):\n    return [argument for _ in range(10)]\n" * 400
@@ -114,7 +114,7 @@ def test_convert_eval_and_reload(run: Run, model: Path, text: Path, tmp_path: Pa
     expected, _ = moesaic.perplexity(load_model(output), ids, 128, 1000)
     assert result["perplexity"][key] == pytest.approx(expected, rel=1e-6)
     config = json.loads((output / "config.json").read_text())["moesaic"]
-    assert config["recipe"]["name"] == "cmoe"
+    assert config["method"]["name"] == "cmoe"
     assert config["calibration"]["tokens"] == 256
     code, _, error = run("convert", output, "--output", tmp_path / "twice", "--calibration", text)
     assert code == 2
@@ -181,7 +181,7 @@ def test_methods_lists_every_method_with_where_it_runs_and_its_paper(
 ) -> None:
     code, printed, _ = run(command)
     assert code == 0
-    for method in CONTENTS.values():
+    for method in METHODS.values():
         assert method.name in printed
         assert method.about in printed
         assert method.runs is None or method.runs in printed
@@ -759,7 +759,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     code, printed, _ = run("demo", "--output", tmp_path / "demo")  # replaces the first
     assert code == 0
     config = json.loads((tmp_path / "demo" / "config.json").read_text())
-    assert config["moesaic"]["recipe"]["name"] == "moesaic"
+    assert config["moesaic"]["method"]["name"] == "moesaic"
     rows = {line.split("│")[1].strip(): line for line in printed.splitlines() if "│" in line}
     known = {"dense", "moesaic", "cmoe", "static-repaired", "static", "random"}
     assert known <= rows.keys()

@@ -301,7 +301,7 @@ def test_failing_with_overwrite_keeps_the_old_model(dense: Path, tmp_path: Path)
         )
     assert files(output) == before
     moesaic.convert(dense, "static", "S3A3E8", WINDOWS, output=output, overwrite=True)
-    assert json.loads((output / "config.json").read_text())["moesaic"]["recipe"]["name"] == "static"
+    assert json.loads((output / "config.json").read_text())["moesaic"]["method"]["name"] == "static"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moesaic.parts.routers import directions, linear
-from moesaic.parts.routers.linear import RIDGE, STEPS, Ridge, log_energy
+from moesaic.parts.ridge_router import RIDGE, STEPS, Ridge, log_energy
 from tests import reference
 
 Array = NDArray[np.float64]
-module = importlib.import_module("moesaic.parts.routers.linear")  # its function has the same name
+module = importlib.import_module("moesaic.parts.ridge_router")  # its function has the same name
 either = pytest.mark.parametrize("absolute", [True, False])
 
 

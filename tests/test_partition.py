@@ -15,7 +15,8 @@ from torch.nn.functional import normalize
 from moesaic.calibration.statistics import Profile, profile_ffn
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
-from moesaic.layout import Layout, Sizes
+from moesaic.layout import Layout
+from moesaic.modeling import Sizes
 from moesaic.methods.recipe import RECIPES, Recipe
 from moesaic.parts.grouping import balanced_kmeans
 from moesaic.parts.importance import contribution, rate

@@ -15,7 +15,7 @@ from moesaic.calibration.ffn_inputs import Inputs
 from moesaic.calibration.statistics import Profile, profile_ffn
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
-from moesaic.layout import Sizes
+from moesaic.modeling import Sizes
 from moesaic.methods.recipe import RECIPES, Recipe
 from moesaic.parts.partition import partition
 

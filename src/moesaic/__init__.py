@@ -22,41 +22,43 @@ if TYPE_CHECKING:
     from moesaic.export import ExportReport, explain, export
     from moesaic.finetune import FinetuneReport, finetune
     from moesaic.layout import Layout
-    from moesaic.methods.recipe import RECIPES, Recipe, load_recipe
+    from moesaic.methods.base import Method
+    from moesaic.methods.contents import METHODS
+    from moesaic.methods.load import load_method
 
 __all__ = [
-    "RECIPES",
+    "METHODS",
     "ConversionReport",
     "ExportReport",
     "FinetuneReport",
     "Layout",
+    "Method",
     "MoesaicError",
-    "Recipe",
     "__version__",
     "compare",
     "convert",
     "explain",
     "export",
     "finetune",
-    "load_recipe",
+    "load_method",
     "perplexity",
 ]
 
 # The module that defines each public name.
 _HOMES = {
-    "RECIPES": "moesaic.methods.recipe",
+    "METHODS": "moesaic.methods.contents",
     "ConversionReport": "moesaic.conversion.report",
     "ExportReport": "moesaic.export.run",
     "FinetuneReport": "moesaic.finetune.report",
     "Layout": "moesaic.layout",
+    "Method": "moesaic.methods.base",
     "MoesaicError": "moesaic.errors",
-    "Recipe": "moesaic.methods.recipe",
     "compare": "moesaic.comparison.compare",
     "convert": "moesaic.conversion.convert",
     "explain": "moesaic.export.run",
     "export": "moesaic.export.run",
     "finetune": "moesaic.finetune.run",
-    "load_recipe": "moesaic.methods.recipe",
+    "load_method": "moesaic.methods.load",
     "perplexity": "moesaic.evaluate.perplexity",
 }
 

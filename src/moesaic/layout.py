@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moesaic.errors import MoesaicError, unknown
 
+if TYPE_CHECKING:
+    from moesaic.modeling import Sizes
+
 _FORM = re.compile(r"S([0-9]{1,6})A([0-9]{1,6})E([0-9]{1,6})")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Neurons of one FFN under a layout; shared + num_routed * expert is the whole FFN."""
-
-    shared: int
-    expert: int
-    num_routed: int
-    num_active: int
-
-    @property
-    def total(self) -> int:
-        return self.shared + self.num_routed * self.expert
-
-    @property
-    def active(self) -> int:
-        """Neurons computed for a token."""
-        return self.shared + self.num_active * self.expert
 
 
 @dataclass(frozen=True)
@@ -80,6 +65,8 @@ class Layout:
 
         Raises MoesaicError where an expert would have no neuron.
         """
+        from moesaic.modeling import Sizes  # which imports torch
+
         expert = intermediate_size // self.num_total
         if expert == 0:
             raise MoesaicError(

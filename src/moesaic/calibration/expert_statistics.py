@@ -1,102 +1,33 @@
-"""The statistics of many experts, each on its own tokens, as grouped products in one pass.
+"""Activation statistics of many experts, each on its own tokens, in grouped products.
 
-Shape suffixes: E experts, T tokens of one, P pairs of a token and an expert, sorted by expert,
-D hidden_size, M neurons of an expert, N outputs of a projection, K activation_top_k.
+Shape suffixes: E experts, T tokens of one, P pairs of a token and an expert, sorted by
+expert, D hidden_size, M neurons of an expert, N outputs of a projection,
+K activation_top_k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from moesaic.calibration.ffn_inputs import Inputs
-from moesaic.calibration.statistics import SAMPLE_TOKENS, Profile, binary
+from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.calibration.statistics import (
+    PLAIN,
+    Statistics,
+    StatisticsKind,
+    binary,
+    sample_stride,
+)
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
 from moesaic.modeling import can_group
 
 BLOCK_PAIRS = 4096
-
-
-@torch.no_grad()
-def profile_experts(
-    inputs: Sequence[Inputs],
-    ffns: Sequence[DenseFFN],
-    activation_top_k: int | None = None,
-    normalise: bool = False,
-    sample: bool = False,
-    gram: bool = False,
-) -> list[Profile]:
-    """What `profile_ffn` finds for each expert on the tokens it is fitted on, up to rounding.
-
-    Experts have gates, no biases and equal sizes. Beyond what it returns it holds a copy of the
-    experts' first two matrices (two where normalised), a block of about BLOCK_PAIRS pairs, and
-    with `gram` 4 E M^2 bytes. Raises BrokenExpertsError where hidden states are not finite.
-    """
-    ffns = [ffn.with_unit_rows() for ffn in ffns] if normalise else list(ffns)
-    first, count = ffns[0], len(ffns)
-    device, neurons = first.up_FD.device, first.intermediate_size
-    top_k = min(activation_top_k or 0, neurons)
-    gate_EMD = torch.stack([ffn.gate_FD for ffn in ffns if ffn.gate_FD is not None])
-    up_EMD = torch.stack([ffn.up_FD for ffn in ffns])
-    act: Any = ACT2FN[first.activation]
-
-    energy_EM = torch.zeros(count, neurons, dtype=torch.float64, device=device)
-    sum_EM = torch.zeros_like(energy_EM)
-    gram_EMM = torch.zeros(count, neurons, neurons, device=device) if gram else None
-    marks, sample_x, sample_h = [], [], []
-    sampled_E = [0] * count
-    for x_PD, starts, sizes in _packed(inputs):
-        if normalise:
-            x_PD = nn.functional.normalize(x_PD, dim=-1)
-        size_E = torch.tensor(sizes, device=device)
-        gate_PM = act(grouped_linear(x_PD, gate_EMD, size_E))
-        h_PM = gate_PM.mul_(grouped_linear(x_PD, up_EMD, size_E)).float()
-        energy_EM += _sums(h_PM.square(), size_E)
-        sum_EM += _sums(h_PM, size_E)
-        if gram_EMM is not None:
-            gram_EMM += grouped_gram(h_PM, size_E)
-        if sample:
-            rows: list[int] = []
-            place = 0
-            for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-                stride = -(-inputs[e].tokens // SAMPLE_TOKENS)
-                found = range(place + -start % stride, place + size, stride)
-                sampled_E[e] += len(found)
-                rows += found
-                place += size
-            sample_x.append(x_PD[rows].float())
-            sample_h.append(h_PM[rows])
-        if top_k:
-            marks.append(
-                h_PM.abs_().topk(top_k, dim=-1, sorted=False).indices.int().cpu()
-            )
-    broken = (~energy_EM.isfinite().all(dim=1)).nonzero()[:, 0].tolist()
-    if broken:
-        raise BrokenExpertsError(broken)
-    tokens = [one.tokens for one in inputs]
-    active_E = torch.cat(marks).split(tokens) if marks else [None] * count
-    x_E = torch.cat(sample_x).split(sampled_E) if sample else [None] * count
-    h_E = torch.cat(sample_h).split(sampled_E) if sample else [None] * count
-    energy, total = energy_EM.cpu().numpy(), sum_EM.cpu().numpy()
-    return [
-        Profile(
-            tokens[e],
-            energy[e],
-            total[e],
-            None
-            if (active_TK := active_E[e]) is None
-            else binary(active_TK.numpy(), neurons),
-            None if gram_EMM is None else gram_EMM[e],
-            x_E[e],
-            h_E[e],
-        )
-        for e in range(count)
-    ]
 
 
 class BrokenExpertsError(MoesaicError):
@@ -107,51 +38,146 @@ class BrokenExpertsError(MoesaicError):
         self.experts = experts
 
 
-def _packed(
-    inputs: Sequence[Inputs],
-) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
-    """Blocks of about BLOCK_PAIRS rows, expert by expert.
+@dataclass(frozen=True)
+class _Block:
+    """Rows sorted by expert; of each expert how many came before and how many now."""
 
-    With each, for every expert, how many of its rows came before and how many are in the block.
+    x_PD: torch.Tensor
+    seen_E: list[int]
+    size_E: list[int]
+
+
+@torch.no_grad()
+def compute_expert_statistics(
+    inputs: Sequence[FFNInputs],
+    ffns: Sequence[DenseFFN],
+    kind: StatisticsKind = PLAIN,
+) -> list[Statistics]:
+    """What `compute_statistics` gives for each expert on its tokens, up to rounding.
+
+    Experts have gates, no biases and equal sizes. Beyond what it returns it holds a
+    copy of the experts' first two matrices (two where normalised), a block of about
+    BLOCK_PAIRS pairs, and with `gram` 4 E M^2 bytes. Raises BrokenExpertsError where
+    hidden states are not finite.
     """
-    count, done = len(inputs), [0] * len(inputs)
-    held: list[torch.Tensor] = []
-    sizes = [0] * count
-    for e, one in enumerate(inputs):
-        for x_TD in one.fit():
+    experts = [ffn.with_unit_rows() for ffn in ffns] if kind.normalise else list(ffns)
+    first = experts[0]
+    count = len(experts)
+    device = first.up_FD.device
+    neurons = first.intermediate_size
+    top_k = min(kind.activation_top_k or 0, neurons)
+    gate_EMD = torch.stack([ffn.gate_FD for ffn in experts if ffn.gate_FD is not None])
+    up_EMD = torch.stack([ffn.up_FD for ffn in experts])
+    act: Any = ACT2FN[first.activation]
+
+    energy_EM = torch.zeros(count, neurons, dtype=torch.float64, device=device)
+    sum_EM = torch.zeros_like(energy_EM)
+    gram_EMM = None
+    if kind.gram:
+        gram_EMM = torch.zeros(count, neurons, neurons, device=device)
+    marks: list[torch.Tensor] = []
+    sample_x: list[torch.Tensor] = []
+    sample_h: list[torch.Tensor] = []
+    sampled_E = [0] * count
+    for block in _packed(inputs):
+        x_PD = block.x_PD
+        if kind.normalise:
+            x_PD = nn.functional.normalize(x_PD, dim=-1)
+        size_E = torch.tensor(block.size_E, device=device)
+        gate_PM = act(grouped_linear(x_PD, gate_EMD, size_E))
+        h_PM = gate_PM.mul_(grouped_linear(x_PD, up_EMD, size_E)).float()
+        energy_EM += _sums(h_PM.square(), size_E)
+        sum_EM += _sums(h_PM, size_E)
+        if gram_EMM is not None:
+            gram_EMM += grouped_gram(h_PM, size_E)
+        if kind.sample:
+            rows = _sampled_rows(block, inputs, sampled_E)
+            sample_x.append(x_PD[rows].float())
+            sample_h.append(h_PM[rows])
+        if top_k:
+            largest_PK = h_PM.abs_().topk(top_k, dim=-1, sorted=False).indices
+            marks.append(largest_PK.int().cpu())
+    broken = (~energy_EM.isfinite().all(dim=1)).nonzero()[:, 0].tolist()
+    if broken:
+        raise BrokenExpertsError(broken)
+    tokens_E = [one.tokens for one in inputs]
+    marks_E = torch.cat(marks).split(tokens_E) if marks else None
+    x_E = torch.cat(sample_x).split(sampled_E) if kind.sample else None
+    h_E = torch.cat(sample_h).split(sampled_E) if kind.sample else None
+    energy = energy_EM.cpu().numpy()
+    total = sum_EM.cpu().numpy()
+    return [
+        Statistics(
+            tokens_E[e],
+            energy[e],
+            total[e],
+            None if marks_E is None else binary(marks_E[e].numpy(), neurons),
+            None if gram_EMM is None else gram_EMM[e],
+            None if x_E is None else x_E[e],
+            None if h_E is None else h_E[e],
+        )
+        for e in range(count)
+    ]
+
+
+def _sampled_rows(
+    block: _Block, inputs: Sequence[FFNInputs], sampled_E: list[int]
+) -> list[int]:
+    """The block's rows that belong to samples; adds to how many each expert has."""
+    rows: list[int] = []
+    place = 0
+    for e, size in enumerate(block.size_E):
+        stride = sample_stride(inputs[e].tokens)
+        first = place + -block.seen_E[e] % stride
+        expert_rows = range(first, place + size, stride)
+        sampled_E[e] += len(expert_rows)
+        rows += expert_rows
+        place += size
+    return rows
+
+
+def _packed(inputs: Sequence[FFNInputs]) -> Iterator[_Block]:
+    """Blocks of about BLOCK_PAIRS rows, expert by expert."""
+    count = len(inputs)
+    seen_E = [0] * count
+    size_E = [0] * count
+    parts: list[torch.Tensor] = []
+    for e, expert_inputs in enumerate(inputs):
+        for x_TD in expert_inputs.fit():
             for part_TD in x_TD.split(BLOCK_PAIRS):
-                held.append(part_TD)
-                sizes[e] += len(part_TD)
-                if sum(sizes) >= BLOCK_PAIRS:
-                    yield torch.cat(held), done, sizes
-                    done = [a + b for a, b in zip(done, sizes, strict=True)]
-                    held, sizes = [], [0] * count
-    if held:
-        yield torch.cat(held), done, sizes
+                parts.append(part_TD)
+                size_E[e] += len(part_TD)
+                if sum(size_E) >= BLOCK_PAIRS:
+                    yield _Block(torch.cat(parts), seen_E, size_E)
+                    seen_E = [a + b for a, b in zip(seen_E, size_E, strict=True)]
+                    size_E = [0] * count
+                    parts = []
+    if parts:
+        yield _Block(torch.cat(parts), seen_E, size_E)
 
 
 def _sums(values_PM: torch.Tensor, size_E: torch.Tensor) -> torch.Tensor:
-    """Sums of each expert's rows (E, M); in the same order every time, which atomics are not."""
+    """Sums of each expert's rows (E, M), in the same order every time.
+
+    Atomic additions are not.
+    """
     return torch.segment_reduce(values_PM, "sum", lengths=size_E, axis=0)
 
 
 def grouped_linear(
     x_PD: torch.Tensor, weight_END: torch.Tensor, size_E: torch.Tensor
 ) -> torch.Tensor:
-    """x W_e^T (P, N) for rows sorted by expert, `size_E` rows of each; 2 P N D FLOPs."""
+    """x W_e^T (P, N) for rows sorted by expert, `size_E` of each; 2 P N D FLOPs."""
     if can_group(x_PD):
         ends_E = size_E.cumsum(0, dtype=torch.int32)
         return nn.functional.grouped_mm(x_PD, weight_END.mT, offs=ends_E)
     parts = zip(x_PD.split(size_E.tolist()), weight_END, strict=True)
-    return torch.cat(
-        [nn.functional.linear(x_TD, weight_ND) for x_TD, weight_ND in parts]
-    )
+    return torch.cat([nn.functional.linear(x_TD, weight) for x_TD, weight in parts])
 
 
 def grouped_gram(h_PM: torch.Tensor, size_E: torch.Tensor) -> torch.Tensor:
     """h_e^T h_e (E, M, M) for rows sorted by expert; 2 P M^2 FLOPs."""
     if can_group(h_PM):
-        return nn.functional.grouped_mm(
-            h_PM.T, h_PM, offs=size_E.cumsum(0, dtype=torch.int32)
-        )
+        ends_E = size_E.cumsum(0, dtype=torch.int32)
+        return nn.functional.grouped_mm(h_PM.T, h_PM, offs=ends_E)
     return torch.stack([h_TM.T @ h_TM for h_TM in h_PM.split(size_E.tolist())])

@@ -1,4 +1,4 @@
-"""The inputs of one FFN for all calibration tokens: most to fit on, the last of them held out.
+"""The inputs of one FFN for all calibration tokens.
 
 Shape suffixes: T tokens of a block, D hidden_size.
 """
@@ -10,64 +10,78 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from moesaic.calibration.text import HELD_OUT
+from moesaic.calibration.calibration_set import Split
+from moesaic.calibration.statistics import (
+    Statistics,
+    StatisticsKind,
+    compute_statistics,
+)
+from moesaic.families import DenseFFN
 
 
-class Inputs:
+class FFNInputs:
     """Blocks x (T, D), kept where the calibration's hidden states are kept.
 
-    `hold_out` keeps the last eighth out of what is fitted, in whole windows of `window` tokens
-    where it holds any. Without it everything is fitted on, and the last eighth is what is
-    measured all the same. `first_held` is the first token held out, where that is known.
+    `hold_out` keeps the last tokens of the split out of what is fitted. Without it
+    everything is fitted on, and they are what is measured all the same.
     """
 
     def __init__(
         self,
         blocks: Iterable[torch.Tensor],
-        tokens: int,
+        split: Split,
         hold_out: bool,
         storage: torch.device,
         device: torch.device,
-        window: int = 1,
-        first_held: int | None = None,
     ):
         self.storage = storage
-        self.device, self.hold_out = device, hold_out and tokens >= HELD_OUT
-        held = tokens // HELD_OUT
-        if first_held is None:
-            first_held = tokens - max(held // window * window or held, 1)
-        self.tokens = first_held if self.hold_out else tokens
+        self.device = device
+        self.hold_out = hold_out and split.can_hold_out
+        self.tokens = split.first_heldout if self.hold_out else split.tokens
         self._fit: list[torch.Tensor] = []
-        self._held: list[torch.Tensor] = []
+        self._heldout: list[torch.Tensor] = []
+        self._known: dict[StatisticsKind, Statistics] = {}
         start = 0
         for x_TD in blocks:
-            before = max(0, min(first_held - start, len(x_TD)))
+            before = max(0, min(split.first_heldout - start, len(x_TD)))
             if before:
                 self._fit.append(x_TD[:before].to(storage))
             if before < len(x_TD):
-                self._held.append(x_TD[before:].to(storage))
+                self._heldout.append(x_TD[before:].to(storage))
             start += len(x_TD)
 
-    def apart(self, most: int) -> Inputs:
-        """The same with the last eighth held out in any case, and about `most` tokens to fit on."""
+    def apart(self, most: int) -> FFNInputs:
+        """The same with tokens held out in any case, and about `most` to fit on."""
         view = copy.copy(self)
         view.hold_out = True
         stride = -(-sum(map(len, self._fit)) // most)
         view._fit = [x_TD[::stride] for x_TD in self._fit]
         view.tokens = sum(map(len, view._fit))
+        view._known = {}
         return view
 
     def all(self) -> Iterator[torch.Tensor]:
         """Blocks of all tokens."""
-        for x_TD in [*self._fit, *self._held]:
+        for x_TD in [*self._fit, *self._heldout]:
             yield x_TD.to(self.device)
 
     def fit(self) -> Iterator[torch.Tensor]:
         """Blocks of the tokens to fit on."""
-        for x_TD in self._fit if self.hold_out else [*self._fit, *self._held]:
+        for x_TD in self._fit if self.hold_out else [*self._fit, *self._heldout]:
             yield x_TD.to(self.device)
 
-    def held(self) -> Iterator[torch.Tensor]:
-        """Blocks of the last eighth of the tokens."""
-        for x_TD in self._held:
+    def heldout(self) -> Iterator[torch.Tensor]:
+        """Blocks of the last tokens of the split."""
+        for x_TD in self._heldout:
             yield x_TD.to(self.device)
+
+    def statistics(self, ffn: DenseFFN, kind: StatisticsKind) -> Statistics:
+        """Activation statistics on the tokens to fit on: known already, or one pass."""
+        known = self._known.get(kind)
+        if known is not None:
+            return known
+        return compute_statistics(self.fit(), ffn, kind, self.tokens)
+
+    def keep_statistics(self, kind: StatisticsKind, statistics: Statistics) -> None:
+        """Hands over statistics that were computed for many experts at once."""
+        self._known[kind] = statistics

@@ -1,6 +1,7 @@
-"""One streaming pass over calibration tokens: the statistics of one FFN.
+"""Activation statistics of one FFN, in one streaming pass over calibration tokens.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, K activation_top_k, S tokens of the sample.
+Shape suffixes: T tokens, D hidden_size, F neurons, K activation_top_k, S tokens of the
+sample.
 """
 
 from __future__ import annotations
@@ -20,12 +21,28 @@ SAMPLE_TOKENS = 8192  # tokens whose hidden states are kept for grouping
 
 
 @dataclass(frozen=True)
-class Profile:
+class StatisticsKind:
+    """What is to be known of an FFN besides sums.
+
+    With `activation_top_k` the K neurons of largest abs(h) of every token (paper,
+    eq. 14). `normalise` computes h from unit-length inputs and weight rows, as the
+    authors' code does. `sample` keeps inputs and hidden states of some tokens, `gram`
+    the sum of h h^T.
+    """
+
+    activation_top_k: int | None = None
+    normalise: bool = False
+    sample: bool = False
+    gram: bool = False
+
+
+@dataclass(frozen=True)
+class Statistics:
     """Statistics of an FFN's hidden state over q calibration tokens.
 
-    `active` is the paper's A (Section 4.1): a q x F matrix with K ones per row, kept sparse.
-    `sample_x_SD` and `sample_h_SF` are inputs and hidden states of at most SAMPLE_TOKENS tokens,
-    evenly spaced. What a recipe does not use is None.
+    `active` is the paper's A (Section 4.1): a q x F matrix with K ones per row, kept
+    sparse. `sample_x_SD` and `sample_h_SF` are inputs and hidden states of at most
+    SAMPLE_TOKENS tokens, evenly spaced. What was not asked for is None.
     """
 
     tokens: int
@@ -38,56 +55,61 @@ class Profile:
 
     @property
     def count_F(self) -> NDArray[np.int64]:
-        """Tokens for which each neuron is among the K largest; count / tokens is the paper's mu."""
+        """Tokens for which each neuron is among the K largest.
+
+        Divided by `tokens` it is the paper's mu.
+        """
         assert self.active is not None
         return np.bincount(self.active.indices, minlength=self.active.shape[1])
 
 
+PLAIN = StatisticsKind()
+
+
 @torch.no_grad()
-def profile_ffn(
+def compute_statistics(
     blocks: Iterable[torch.Tensor],
     ffn: DenseFFN,
-    activation_top_k: int | None = None,
-    normalise: bool = False,
-    sample_of: int | None = None,
-    gram: bool = False,
-) -> Profile:
-    """Profiles one FFN on blocks of its inputs x (T, D) in one pass.
+    kind: StatisticsKind = PLAIN,
+    tokens_to_come: int = SAMPLE_TOKENS,
+) -> Statistics:
+    """Statistics of one FFN on blocks of its inputs x (T, D), in one pass.
 
-    With `activation_top_k` marks the K neurons of largest abs(h) per token (paper, eq. 14);
-    `normalise` computes h from unit-length inputs and weight rows, as the authors' code does.
-    `sample_of` is the number of tokens to come where a sample is wanted. Holds one block of
-    hidden states at a time, 4 K bytes a token, the sample, and with `gram` 4 F^2 bytes.
-    Raises MoesaicError where h is not finite.
+    `tokens_to_come` spaces the sample. Holds one block of hidden states at a time,
+    4 K bytes a token, the sample, and with `gram` 4 F^2 bytes. Raises MoesaicError
+    where h is not finite.
     """
-    ffn = ffn.with_unit_rows() if normalise else ffn
-    neurons, device = ffn.intermediate_size, ffn.up_FD.device
-    top_k = min(activation_top_k or 0, neurons)
-    stride = -(-(sample_of or 1) // SAMPLE_TOKENS)
+    ffn = ffn.with_unit_rows() if kind.normalise else ffn
+    neurons = ffn.intermediate_size
+    device = ffn.up_FD.device
+    top_k = min(kind.activation_top_k or 0, neurons)
+    stride = sample_stride(tokens_to_come)
     energy_F = torch.zeros(neurons, dtype=torch.float64)
-    sum_F, tokens = torch.zeros_like(energy_F), 0
-    gram_FF = torch.zeros(neurons, neurons, device=device) if gram else None
-    marks, sample_x, sample_h = [], [], []
+    sum_F = torch.zeros_like(energy_F)
+    gram_FF = torch.zeros(neurons, neurons, device=device) if kind.gram else None
+    tokens = 0
+    marks: list[torch.Tensor] = []
+    sample_x: list[torch.Tensor] = []
+    sample_h: list[torch.Tensor] = []
     for x_TD in blocks:
-        if normalise:
+        if kind.normalise:
             x_TD = torch.nn.functional.normalize(x_TD, dim=-1)
         h_TF = ffn.hidden(x_TD).float()
         energy_F += torch.linalg.vector_norm(h_TF, dim=0).square().cpu().double()
         sum_F += h_TF.sum(0).cpu().double()
         if gram_FF is not None:
             gram_FF.addmm_(h_TF.T, h_TF)
-        if sample_of:
+        if kind.sample:
             first = -tokens % stride
             sample_x.append(x_TD[first::stride].float().clone())
             sample_h.append(h_TF[first::stride].clone())
         tokens += len(x_TD)
         if top_k:
-            marks.append(
-                h_TF.abs_().topk(top_k, dim=-1, sorted=False).indices.int().cpu()
-            )
+            largest_TK = h_TF.abs_().topk(top_k, dim=-1, sorted=False).indices
+            marks.append(largest_TK.int().cpu())
     if not torch.isfinite(energy_F).all():
         raise MoesaicError("the FFN's activations are not finite")
-    return Profile(
+    return Statistics(
         tokens,
         energy_F.numpy(),
         sum_F.numpy(),
@@ -98,14 +120,15 @@ def profile_ffn(
     )
 
 
+def sample_stride(tokens: int) -> int:
+    """Every so many tokens one is kept, so that at most SAMPLE_TOKENS are."""
+    return -(-max(tokens, 1) // SAMPLE_TOKENS)
+
+
 def binary(active_TK: NDArray[np.int32], neurons: int) -> csr_array:
     """The matrix of which a row's ones are at the K indices given, sparse."""
     tokens, top_k = active_TK.shape
-    return csr_array(
-        (
-            np.ones(active_TK.size, dtype=np.int32),
-            active_TK.reshape(-1),
-            np.arange(0, active_TK.size + 1, top_k, dtype=np.int64),
-        ),
-        shape=(tokens, neurons),
-    )
+    ones = np.ones(active_TK.size, dtype=np.int32)
+    columns = active_TK.reshape(-1)
+    row_starts = np.arange(0, active_TK.size + 1, top_k, dtype=np.int64)
+    return csr_array((ones, columns, row_starts), shape=(tokens, neurons))

@@ -49,7 +49,6 @@ _HUB = {
     ),
 }
 _USUAL_FIELD = "text"
-HELD_OUT = 8  # one token in so many, the last of the windows, is not fitted on
 
 
 def has_heldout_split(source: Any) -> bool:
@@ -275,42 +274,3 @@ def _texts_of(source: Any, heldout: bool) -> list[Any]:
     if isinstance(source, Iterable) and not isinstance(source, Mapping):
         return list(source)
     raise MoesaicError(f"a {type(source).__name__} is no text; pass a list of strings")
-
-
-def sample_windows(
-    ids: torch.Tensor, samples: int, length: int, seed: int
-) -> torch.Tensor:
-    """Windows (N, L) at random places of the text, drawn with the seed (paper, Section 5.1).
-
-    The last eighth of them (one at least, of several) come from the last eighth of the text (one
-    window at least), the others from before: what is held out of a fit shares no token with what
-    is fitted. A 2-D tensor of ids is taken as windows already. Raises MoesaicError for a text too
-    short for that.
-    """
-    if ids.ndim == 2:
-        return ids
-    apart = max(len(ids) // HELD_OUT, length) if samples > 1 else 0
-    before = len(ids) - apart
-    if before < length:
-        needed = "one sample needs" if samples == 1 else "two that share none need"
-        raise MoesaicError(
-            f"the calibration text has {len(ids)} tokens, {needed} "
-            f"{min(samples, 2) * length}; give a longer text or a smaller --sequence-length"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    place_N = torch.rand(samples, generator=generator, dtype=torch.float64)
-    held = max(samples // HELD_OUT, 1) if apart else 0
-    starts_N = (place_N * (before - length + 1)).long()
-    late_N = place_N[samples - held :]
-    starts_N[samples - held :] = before + (late_N * (apart - length + 1)).long()
-    return ids[starts_N[:, None] + torch.arange(length)]
-
-
-def fewer_windows(windows_NL: torch.Tensor, samples: int) -> torch.Tensor:
-    """At most so many of them, of those held out and of the others in proportion."""
-    if samples >= len(windows_NL):
-        return windows_NL
-    held = max(samples // HELD_OUT, 1) if samples > 1 else 0
-    return torch.cat(
-        [windows_NL[: samples - held], windows_NL[len(windows_NL) - held :]]
-    )

@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from moesaic.layout import GRAINS, Layout
-from moesaic.methods.contents import CONTENTS
+from moesaic.methods.contents import METHODS
 
 if TYPE_CHECKING:
     from moesaic.conversion.report import ConversionReport
@@ -30,7 +30,7 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
     ratio = loss_ratio(report)
     if ratio is None or ratio <= ACCEPTABLE_RATIO:
         return []
-    method = report.recipe["name"]
+    method = report.method["name"]
     steps: list[str] = []
     if report.tokens < FEW_TOKENS:
         steps.append(
@@ -48,7 +48,7 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
             f"a lower sparsity: this one skips {skipped:.0%} of the FFN neurons; or "
             f"--target-ratio {ACCEPTABLE_RATIO}, which finds how much can be skipped"
         )
-    if method in CONTENTS and CONTENTS[method].runs is not None:
+    if method in METHODS and METHODS[method].runs is not None:
         command = ["moesaic", "finetune", output, "--output", f"{output}-tuned"]
         steps.append(f"a little training: {shlex.join(command)}")
     return steps
@@ -56,7 +56,7 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
 
 def _could_be_finer(report: ConversionReport) -> bool:
     """Whether the grain fine would make more experts. Other methods fix the number."""
-    if report.recipe["name"] not in {OURS, DYNAMIC}:
+    if report.method["name"] not in {OURS, DYNAMIC}:
         return False
     return Layout.parse(report.layout).num_total <= GRAINS["medium"]
 
@@ -69,11 +69,11 @@ def _other_methods(method: str) -> list[str]:
     if method == OURS:
         steps.append(
             f"as many experts for each token as it needs: --method {DYNAMIC} "
-            f"({CONTENTS[DYNAMIC].runs})"
+            f"({METHODS[DYNAMIC].runs})"
         )
     if method in {OURS, DYNAMIC}:
         steps.append(
             "every neuron an expert, which is fast for one user at a time: "
-            f"--method {NEURONS} ({CONTENTS[NEURONS].runs})"
+            f"--method {NEURONS} ({METHODS[NEURONS].runs})"
         )
     return steps

@@ -138,9 +138,7 @@ def convert_command(
         "min_tokens": min_tokens,
         "dense_layers": numbers("--dense-layers", dense_layers) or (),
     }
-    changed = parse_settings(settings or [])
-    if changed:
-        choices["settings"] = changed
+    choices["settings"] = parse_settings(settings or [])
     quieten()
     from moesaic.families.load import choose_device, choose_dtype
 
@@ -188,39 +186,25 @@ def _convert(
         )
 
 
-def _prepared(choices: dict[str, Any], target_ratio: float | None) -> Any:
-    """Everything checked and read but the weights."""
-    from moesaic.conversion.layout_search import check_target
-    from moesaic.conversion.prepare import prepare
-
-    ready = prepare(**choices)
-    if target_ratio is not None:
-        check_target(
-            target_ratio,
-            choices["layout"],
-            choices["sparsity"],
-            ready.heldout_ids,
-        )
-    return ready
-
-
 def _dry_run(choices: dict[str, Any], target_ratio: float | None) -> None:
     """Says what a conversion would do."""
-    ready = _prepared(choices, target_ratio)
+    from moesaic.conversion.convert import dry_run
+
+    prepared = dry_run(**choices, target_ratio=target_ratio)
     output = choices["output"]
-    plan = ready.plans[0]
+    plan = prepared.plans[0]
     if target_ratio is not None:
         most = plan.layout.num_routed
         out.print(f"would search up to {most} experts for {target_ratio}")
         out.print(f"nothing was written to {output}")
         return
-    title = f"{choices['model']}, {plan.layout}: {plan.shape}"
+    title = f"{choices['model']}, {plan.layout}: {plan.words}"
     macs_table(title, plan.dense_macs, plan.macs, 1)
-    if len(ready.plans) > 1:
-        layouts = ", ".join(str(plan.layout) for plan in ready.plans)
+    if len(prepared.plans) > 1:
+        layouts = ", ".join(str(plan.layout) for plan in prepared.plans)
         out.print(f"layouts to choose from: {layouts}")
-    tokens = ready.windows_NL.numel()
-    layers = len(plan.config.moesaic["layers"])
+    tokens = prepared.windows_NL.numel()
+    layers = len(plan.moe.layers)
     out.print(
         f"would profile {tokens} tokens of {choices['calibration']} in each of "
         f"{layers} layers and write {output}; nothing was written"

@@ -13,7 +13,7 @@ from moesaic.evaluate.perplexity import perplexity
 from moesaic.evaluate.work import count_macs
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.layout import layouts_for
-from moesaic.methods.recipe import load_recipe
+from moesaic.methods.load import load_method
 from moesaic.output.draft import check_output
 
 SPARSITY = 0.25
@@ -53,7 +53,8 @@ def run_demo(output: Path, say: Callable[[str], Any]) -> list[DemoRow]:
     rows = [row("dense", dense, None)]
     neurons = dense.config.intermediate_size
     for recipe in RECIPES:
-        layout = layouts_for(SPARSITY, neurons, experts=load_recipe(recipe).experts)[0]
+        count = getattr(load_method(recipe), "experts", None)
+        layout = layouts_for(SPARSITY, neurons, experts=count)[0]
         say(f"{recipe}: converting to {layout} and evaluating")
         target = output if recipe == RECIPES[0] else None
         model, report = convert(

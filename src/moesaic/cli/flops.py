@@ -39,28 +39,24 @@ def flops_command(
 ) -> None:
     """Count multiply-accumulates before and after a conversion. Needs no weights."""
     quieten()
+    from moesaic.conversion.options import make_budget
     from moesaic.conversion.plan import make_plan
-    from moesaic.evaluate.work import count_macs, meta_model
+    from moesaic.evaluate.work import count_macs, is_converted, meta_model
     from moesaic.families.load import load_config
+    from moesaic.methods.load import load_method
 
     config = load_config(model, trust_remote_code)
-    if config.model_type == "moesaic":
-        converted = count_macs(meta_model(config, trust_remote_code), tokens)
-        title = f"{model}, {config.moesaic['layout']}"
-        macs_table(title, None, converted, tokens)
+    if is_converted(config):
+        converted = count_macs(meta_model(config), tokens)
+        macs_table(f"{model}, {config.moesaic.layout}", None, converted, tokens)
         return
-    plan = make_plan(
-        config,
-        model,
-        recipe,
-        layout,
-        trust_remote_code=trust_remote_code,
-    )
-    if plan.recipe.router == "oracle":
+    method = load_method(recipe)
+    if not method.saves:
         raise MoesaicError(
-            f"method {recipe!r} is a reference that computes every neuron; "
+            f"method {method.name!r} is a reference that computes every neuron; "
             "choose another --method"
         )
-    dense = count_macs(meta_model(config, trust_remote_code), tokens)
+    plan = make_plan(config, model, method, make_budget(layout))
+    dense = count_macs(meta_model(config), tokens)
     converted = count_macs(meta_model(plan.config), tokens)
-    macs_table(f"{model}, {layout}: {plan.shape}", dense, converted, tokens)
+    macs_table(f"{model}, {layout}: {plan.words}", dense, converted, tokens)

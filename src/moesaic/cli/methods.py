@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import folded, out
 from moesaic.errors import unknown
-from moesaic.methods.contents import CONTENTS, Description
+from moesaic.methods.contents import METHODS, Description
 
 _INDENT = "    "
 
@@ -30,7 +30,7 @@ def methods_command(
 
 
 def _print_all() -> None:
-    for description in CONTENTS.values():
+    for description in METHODS.values():
         _print_description(description)
         _print("")
     _print("For the settings of one: moesaic methods NAME")
@@ -51,10 +51,10 @@ def _print_description(description: Description) -> None:
 
 def _print_settings(name: str) -> None:
     is_file = name.endswith((".yaml", ".yml"))
-    if name not in CONTENTS and not is_file:
-        raise unknown("method", name, [*CONTENTS, "FILE.yaml"])
-    if name in CONTENTS:
-        _print_description(CONTENTS[name])
+    if name not in METHODS and not is_file:
+        raise unknown("method", name, [*METHODS, "FILE.yaml"])
+    if name in METHODS:
+        _print_description(METHODS[name])
     quieten()
     from moesaic.methods.load import load_method
 

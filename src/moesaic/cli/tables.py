@@ -141,7 +141,7 @@ def _layer_table(report: ConversionReport) -> Table:
         "recall",
         *load_column,
         "ridge",
-        title=f"{report.model}, {report.recipe['name']} {report.layout}: "
+        title=f"{report.model}, {report.method['name']} {report.layout}: "
         f"{report.shape}",
         meanings=[MEANING[column] for column in columns],
         box=box.SIMPLE_HEAD,
@@ -201,8 +201,9 @@ def _print_warnings(report: ConversionReport) -> None:
             f"routing does not beat static pruning at the same budget in layers {which}"
         )
     if report.macs >= report.dense_macs:
-        by_gates = report.recipe["router"] == "gates"
-        cheaper = "fewer features in a recipe file" if by_gates else "a coarser grain"
+        cheaper = "a coarser grain"
+        if report.unit == "neurons":
+            cheaper = "fewer directions (--set directions=8)"
         out.print(
             "this layout computes more than the dense model: its router costs more "
             f"than the skipped neurons; take {cheaper} or a lower budget"
@@ -212,10 +213,8 @@ def _print_warnings(report: ConversionReport) -> None:
 def _print_choices(report: ConversionReport) -> None:
     """What was chosen for the user: experts by layer, and the layout."""
     if report.budgets:
-        by_gates = report.recipe["router"] == "gates"
-        what = "neurons" if by_gates else "experts"
         budgets = ", ".join(str(budget) for budget in report.budgets)
-        out.print(f"{what} per token by layer: {budgets}")
+        out.print(f"{report.unit} per token by layer: {budgets}")
     if report.search:
         tried = [f"{name} {value:.4f}" for name, value in report.search.items()]
         out.print(f"layouts tried: {', '.join(tried)}")
@@ -237,7 +236,8 @@ def _print_totals(report: ConversionReport) -> None:
 
 def comparison_table(result: dict[str, Any]) -> None:
     """A comparison's rows, best first, a table per budget."""
-    from moesaic.comparison.rows import cells_of, headers
+    from moesaic.comparison.page import cells_of, headers
+    from moesaic.comparison.rows import Row
 
     texts = list(result["dense"])
     sparsities = dict.fromkeys(row["sparsity"] for row in result["rows"])
@@ -258,7 +258,7 @@ def comparison_table(result: dict[str, Any]) -> None:
         )
         for row in result["rows"]:
             if row["sparsity"] == sparsity:
-                table.add_row(*folded(*cells_of(row)))
+                table.add_row(*folded(*cells_of(Row(**row))))
         out.print(table)
     bases = ", ".join(f"{text} {value:.3f}" for text, value in result["dense"].items())
     out.print(f"dense perplexity: {bases}")

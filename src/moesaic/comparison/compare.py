@@ -1,4 +1,4 @@
-"""Converts one model by several recipes at equal budgets and evaluates them on the same tokens."""
+"""Converts one model by several methods at equal budgets, on the same tokens."""
 
 from __future__ import annotations
 
@@ -6,38 +6,47 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moesaic.calibration.calibration_set import CalibrationSet, check_samples
 from moesaic.calibration.checks import check_vocabulary, check_weights
 from moesaic.calibration.hidden_states import Stream, check_stream
-from moesaic.calibration.text import has_heldout_split, sample_windows, to_ids
-from moesaic.comparison.rows import markdown, plot, ranked, remarks
+from moesaic.calibration.text import has_heldout_split, to_ids
+from moesaic.comparison.entries import Entry, make_entries
+from moesaic.comparison.options import TEXT_TOKENS, CompareOptions
+from moesaic.comparison.page import markdown
+from moesaic.comparison.plot import plot
+from moesaic.comparison.rows import DEAD, Cell, ranked, remarks
 from moesaic.conversion.layer_budgets import share_budgets
-from moesaic.conversion.layers import convert_layers
-from moesaic.conversion.plan import Plan, make_plan
-from moesaic.conversion.prepare import check_samples, hold_out, usual_samples
+from moesaic.conversion.layer_error import LayerReport
+from moesaic.conversion.prepare import hold_out, usual_samples
+from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs, find_ffns
-from moesaic.families.load import choose_device, load_config, load_model, load_tokenizer
-from moesaic.methods.recipe import Recipe, load_recipe
+from moesaic.families.load import (
+    choose_device,
+    load_config,
+    load_model,
+    load_tokenizer,
+    window_length,
+)
+from moesaic.methods.base import FFNMethod, Method
+from moesaic.methods.load import load_method
 from moesaic.output.atomic import write_file
-from moesaic.parts.routers import FITTED
 
 # What every comparison is measured against.
 REFERENCES = ("static", "static-repaired", "random", "oracle", "neuron-oracle")
-TEXT_TOKENS = 65_536  # of each text, unless said
 
 
 def compare(
     model: str,
-    recipes: Sequence[str | Path | Recipe] = ("moesaic", "moesaic-dynamic", "cmoe"),
+    recipes: Sequence[str | Path | Method] = ("moesaic", "moesaic-dynamic", "cmoe"),
     *,
     sparsity: Sequence[float] = (0.25, 0.5),
     layout: str | None = None,
@@ -56,274 +65,298 @@ def compare(
     trust_remote_code: bool = False,
     progress: Callable[[str], Any] = lambda line: None,
 ) -> dict[str, Any]:
-    """Perplexities by recipe: `settings`, `dense`, `cells`, ranked `rows` and `remarks`.
+    """Perplexities by method: `settings`, `dense`, `cells`, ranked `rows`, `remarks`.
 
-    All recipes see the same windows of the same calibration text, `seeds` drawings of them; the
-    references are among the rows. A sparsity gives every recipe its own layout that skips that
-    share of the FFN neurons as nearly as its number of experts allows (the rows say how many are
-    active, and a reference that cannot come near is left out); a `layout` gives all the same. A
-    text that is the calibration source itself is evaluated on what that keeps apart. With
-    `output` writes compare.json after every conversion, then compare.md and compare.png; `resume`
-    goes on with such a folder. Converted models are not kept. Costs per recipe, sparsity and seed
-    one conversion and one pass over every text. Raises MoesaicError for bad input.
+    `recipes` are methods. All see the same windows of the same calibration text,
+    `seeds` drawings of them; the references are among the rows. A sparsity gives every
+    method its own layout that skips that share of the FFN neurons as nearly as its
+    number of experts allows (the rows say how many are active, and a reference that
+    cannot come near is left out); a `layout` gives all the same. A text that is the
+    calibration source itself is evaluated on what that keeps apart. With `output`
+    writes compare.json after every conversion, then compare.md and compare.png;
+    `resume` goes on with such a folder. Converted models are not kept. Costs per
+    method, sparsity and seed one conversion and one pass over every text. Raises
+    MoesaicError for bad input.
     """
-    chosen = [load_recipe(recipe) for recipe in recipes]
-    known = {recipe.name for recipe in chosen}
-    chosen += [load_recipe(name) for name in references if name not in known]
-    if len({recipe.name for recipe in chosen}) < len(chosen):
-        raise MoesaicError(
-            f"recipes {', '.join(r.name for r in chosen)}: each name once"
-        )
-    if seeds < 1 or max_tokens < 2 or not sparsity:
-        raise MoesaicError(
-            f"seeds {seeds}, max tokens {max_tokens}, sparsities {list(sparsity)}: at least 1 "
-            "seed, 2 tokens and 1 sparsity are needed"
-        )
-    compute = choose_device(device)
-    config = load_config(model, trust_remote_code)
-    budgets: list[dict[str, Any]] = (
-        [{"layout": layout}]
-        if layout
-        else [{"sparsity": s, "grain": grain} for s in sparsity]
+    methods = tuple(load_method(recipe) for recipe in recipes)
+    known = {method.name for method in methods}
+    others = tuple(load_method(name) for name in references if name not in known)
+    options = CompareOptions(
+        model=model,
+        methods=methods,
+        references=others,
+        sparsities=tuple(sparsity),
+        layout=layout,
+        grain=grain,
+        calibration=calibration,
+        texts=tuple(text or [calibration]),
+        seeds=seeds,
+        samples=samples,
+        sequence_length=sequence_length,
+        max_tokens=max_tokens,
+        output=None if output is None else Path(output),
+        resume=resume,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
     )
-    plans: dict[tuple[str, float | None], Plan] = {}
-    left_out: list[str] = []
-    for budget, recipe in product(budgets, chosen):
-        try:
-            plans[recipe.name, budget.get("sparsity")] = make_plan(
-                config,
-                model,
-                recipe,
-                **budget,
-                sequence_length=sequence_length,
-                trust_remote_code=trust_remote_code,
-            )
-        except MoesaicError as error:
-            if recipe.name in known:
-                raise
-            left_out.append(f"without {recipe.name}: {error}")
-    if "static-repaired" in references:
-        for budget in budgets:
-            wanted = budget.get("sparsity")
-            routed = [
-                plans[r.name, wanted] for r in chosen if r.router in (*FITTED, "gates")
-            ]
-            if routed and (
-                plan := _static_of_equal_macs(routed[0], config, sequence_length)
-            ):
-                plans[plan.recipe.name, wanted] = plan
-    # One number for all: the recipe that needs most decides, or nobody's numbers are comparable.
-    if samples is None:
-        samples = max(usual_samples(plan) for plan in plans.values())
-    length = next(iter(plans.values())).sequence_length
-    check_samples(samples, length)
-    tokenizer = load_tokenizer(model, trust_remote_code)
-    ids, texts = _texts(calibration, text or [calibration], tokenizer, length)
-    windows = [sample_windows(ids, samples, length, seed) for seed in range(seeds)]
+    return run_comparison(options, progress)
 
-    dense = load_model(model, dtype, trust_remote_code, compute)
+
+def run_comparison(
+    options: CompareOptions, progress: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Plan, read texts, load, take up what is done, fill in the cells, rank, write."""
+    device = choose_device(options.device)
+    config = load_config(options.model, options.trust_remote_code)
+    planned = make_entries(options, config)
+    length = window_length([config], options.sequence_length)
+    # One number for all: the method that needs most decides, or nobody's numbers are
+    # comparable.
+    needed = [usual_samples(entry.plan, length) for entry in planned.entries]
+    samples = max(needed) if options.samples is None else options.samples
+    check_samples(samples, length)
+    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    ids, texts = _read_texts(options, tokenizer, length)
+    calibrations = [
+        CalibrationSet.sample(ids, samples, length, seed)
+        for seed in range(options.seeds)
+    ]
+    dense = load_model(options.model, options.dtype, options.trust_remote_code, device)
     ffns = find_ffns(dense)
     check_vocabulary(dense, ids)
+    evaluation = _Evaluation(texts, length, options.max_tokens)
     settings = {
-        "model": model,
+        "model": options.model,
         "weights": check_weights(ffns, dense),
         "dtype": str(dense.dtype).removeprefix("torch."),
-        "device": compute.type,
+        "device": device.type,
         "calibration": {
-            "source": calibration,
+            "source": options.calibration,
             "samples": samples,
             "sequence_length": length,
         },
-        "calibration_tokens": _hash(ids),
-        "texts": {name: _hash(found[:max_tokens]) for name, found in texts.items()},
-        "max_tokens": max_tokens,
-        "versions": {
-            name: version(name) for name in ("moesaic", "torch", "transformers", "POT")
-        },
+        "calibration_tokens": _digest(ids),
+        "texts": evaluation.digests(),
+        "max_tokens": options.max_tokens,
+        "versions": _versions(),
     }
-    check_stream(ffns, windows[0])
-    result = _take_up(output, settings, resume)
-    if not result["dense"]:
+    check_stream(ffns, calibrations[0].windows_NL)
+    results = _Results.take_up(options, settings)
+    if not results.dense:
         progress("dense: evaluating")
-        result["dense"] = _perplexities(dense, texts, length, max_tokens)
-        _write(output, "compare.json", json.dumps(result, indent=2) + "\n")
-    for (name, wanted), plan in plans.items():
-        for seed in range(seeds):
-            key = f"{name} {wanted or plan.layout} {seed} {_digest(plan)}"
-            if key in result["cells"]:
+        results.dense = evaluation.perplexities(dense)
+        results.write()
+    left_out = list(planned.left_out)
+    work = _Work(dense, ffns, device, evaluation)
+    for entry in planned.entries:
+        for seed, calibration in enumerate(calibrations):
+            if entry.key(seed) in results.cells:
                 continue
-            progress(f"{name}, {plan.layout}, seed {seed}")
+            name = f"{entry.label}, {entry.plan.layout}, seed {seed}"
+            progress(name)
             try:
-                cell = _cell(
-                    dense, ffns, plan, windows[seed], seed, compute, texts, max_tokens
-                )
-            except (
-                MoesaicError
-            ) as error:  # one that diverges is no reason to lose the others
-                left_out.append(f"without {name}, {plan.layout}, seed {seed}: {error}")
+                cell = work.cell(entry, calibration, seed)
+            except MoesaicError as error:  # one that diverges must not cost the others
+                left_out.append(f"without {name}: {error}")
                 continue
-            result["cells"][key] = {"sparsity": wanted, "seed": seed} | cell
-            _write(output, "compare.json", json.dumps(result, indent=2) + "\n")
-    wanted_cells = {
-        f"{name} {wanted or plan.layout} {seed} {_digest(plan)}"
-        for (name, wanted), plan in plans.items()
-        for seed in range(seeds)
-    }
-    shown = {k: cell for k, cell in result["cells"].items() if k in wanted_cells}
-    result["rows"] = ranked(shown, result["dense"])
-    result["remarks"] = left_out + remarks(result["rows"])
-    _write(output, "compare.json", json.dumps(result, indent=2) + "\n")
-    _write(output, "compare.md", markdown(result))
-    _write(output, "compare.png", plot(result))
-    return result
+            results.cells[entry.key(seed)] = cell
+            results.write()
+    wanted = [
+        entry.key(seed) for entry in planned.entries for seed in range(options.seeds)
+    ]
+    return results.finish(wanted, left_out)
 
 
-def _static_of_equal_macs(
-    routed: Plan, config: Any, sequence_length: int | None
-) -> Plan | None:
-    """Static pruning, repaired, that may also spend what a recipe's router costs.
+@dataclass(frozen=True)
+class _Evaluation:
+    """The texts that every model is measured on."""
 
-    Equal neurons are not equal work where the router is large beside them, as in a small model
-    with many experts. None where the router leaves nothing saved.
-    """
-    total = routed.sizes.total
-    recipe = replace(
-        load_recipe("static-repaired"),
-        name=f"static-repaired, MACs of {routed.recipe.name}",
-    )
-    if routed.sizes.active == total:
-        return None
-    skipped = routed.dense_macs.ffn - routed.macs.ffn
-    if routed.recipe.router == "gates":  # which skips two thirds of a neuron's work
-        skipped *= 1.5
-    per_neuron = skipped / (total - routed.sizes.active)
-    neurons = total - int((routed.dense_macs.total - routed.macs.total) / per_neuron)
-    if not 2 <= neurons < total:
-        return None
-    layout = f"S1A{neurons - 1}E{total}"
-    return make_plan(
-        config, routed.model, recipe, layout, sequence_length=sequence_length
-    )
+    texts: dict[str, torch.Tensor]
+    length: int
+    max_tokens: int
+
+    def perplexities(self, model: Any) -> dict[str, float]:
+        values = {}
+        for name, ids in self.texts.items():
+            value, _ = perplexity(model, ids, self.length, self.max_tokens)
+            values[name] = value
+        return values
+
+    def digests(self) -> dict[str, str]:
+        return {
+            name: _digest(ids[: self.max_tokens]) for name, ids in self.texts.items()
+        }
 
 
-def _texts(
-    calibration: str, sources: Sequence[str], tokenizer: Any, length: int
+@dataclass(frozen=True)
+class _Work:
+    """The dense model, which every conversion starts from and leaves as it was."""
+
+    dense: Any
+    ffns: FFNs
+    device: torch.device
+    evaluation: _Evaluation
+
+    def cell(self, entry: Entry, calibration: CalibrationSet, seed: int) -> Cell:
+        """Converts in memory, evaluates, and puts the dense FFNs back."""
+        seconds: dict[str, float] = {}
+        started = time.perf_counter()
+        plan = share_budgets(
+            self.dense, self.ffns, entry.plan, calibration, self.device, seed
+        )
+        seconds["budgets"] = time.perf_counter() - started
+        with self.ffns.restored():
+            stream = Stream(self.ffns, calibration.windows_NL, self.device)
+            run = Run(stream, plan, calibration, seed, seconds, trial=True)
+            layers = plan.method.convert(self.dense, calibration, plan, run)
+            values = self.evaluation.perplexities(self.dense)
+        loads = [layer.expert_load for layer in layers if layer.expert_load]
+        sizes = plan.sizes
+        return Cell(
+            method=entry.label,
+            role=entry.role,
+            saves=entry.method.saves,
+            routes=plan.moe.router is not None,
+            repairs=isinstance(entry.method, FFNMethod) and entry.method.fits_weights,
+            sparsity=entry.sparsity,
+            seed=seed,
+            layout=str(plan.layout),
+            shape=plan.words,
+            active_ffn_fraction=sizes.active / sizes.total,
+            macs=plan.macs.total / plan.dense_macs.total,
+            perplexity=values,
+            relative_error=[layer.relative_error for layer in layers],
+            better_static=[layer.layer for layer in layers if layer.better_static],
+            load_max_over_mean=_unevenness(loads),
+            dead_experts=_dead_experts(loads),
+            notes=_notes(layers),
+            seconds=sum(seconds.values()),
+        )
+
+
+def _unevenness(loads: list[list[float]]) -> float | None:
+    """The most used expert's load over the mean, in the worst layer."""
+    ratios = [max(load) * len(load) / sum(load) for load in loads]
+    return max(ratios, default=None)
+
+
+def _dead_experts(loads: list[list[float]]) -> int:
+    """Experts that hardly run, in all layers."""
+    dead = 0
+    for load in loads:
+        mean = sum(load) / len(load)
+        dead += sum(share < DEAD * mean for share in load)
+    return dead
+
+
+def _notes(layers: list[LayerReport]) -> list[str]:
+    return sorted({note for layer in layers for note in layer.notes})
+
+
+@dataclass
+class _Results:
+    """What is known so far, and the folder that it is kept in."""
+
+    options: CompareOptions
+    settings: dict[str, Any]
+    dense: dict[str, float]
+    cells: dict[str, Cell]
+
+    @classmethod
+    def take_up(cls, options: CompareOptions, settings: dict[str, Any]) -> _Results:
+        """The cells that an earlier run finished.
+
+        Raises MoesaicError where it had other settings.
+        """
+        fresh = cls(options, settings, {}, {})
+        if options.output is None:
+            return fresh
+        path = options.output / "compare.json"
+        if not path.exists():
+            return fresh
+        if not options.resume:
+            raise MoesaicError(
+                f"{path} exists; pass --resume to go on with it, or choose another "
+                "output"
+            )
+        try:
+            values: dict[str, Any] = json.loads(path.read_text("utf-8"))
+            earlier = values["settings"]
+            dense = values["dense"]
+            cells = {key: Cell.from_dict(one) for key, one in values["cells"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MoesaicError(
+                f"{path} cannot be resumed ({error!r}); remove it"
+            ) from error
+        for key, value in settings.items():
+            if earlier.get(key) != value:
+                raise MoesaicError(
+                    f"{path} was made with {key} = {earlier.get(key)}, this run has "
+                    f"{value}; choose another output"
+                )
+        return cls(options, settings, dense, cells)
+
+    def to_dict(self) -> dict[str, Any]:
+        cells = {key: cell.to_dict() for key, cell in self.cells.items()}
+        return {"settings": self.settings, "dense": self.dense, "cells": cells}
+
+    def write(self, result: dict[str, Any] | None = None) -> None:
+        values = result or (self.to_dict() | {"rows": []})
+        _write(self.options.output, "compare.json", json.dumps(values, indent=2) + "\n")
+
+    def finish(self, wanted: list[str], left_out: list[str]) -> dict[str, Any]:
+        """Ranks the cells that were asked for; writes table, page and plot."""
+        shown = [cell for key, cell in self.cells.items() if key in wanted]
+        rows = ranked(shown, self.dense)
+        result = self.to_dict()
+        result["rows"] = [row.to_dict() for row in rows]
+        result["remarks"] = left_out + remarks(rows)
+        self.write(result)
+        page = markdown(self.settings, self.dense, rows, result["remarks"])
+        _write(self.options.output, "compare.md", page)
+        image = plot(self.settings["model"], self.dense, rows)
+        _write(self.options.output, "compare.png", image)
+        return result
+
+
+def _read_texts(
+    options: CompareOptions, tokenizer: Any, length: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Calibration ids and the ids of every text; none of the latter are among the former."""
-    ids = to_ids(calibration, tokenizer)
-    ids, apart, _ = hold_out(ids, calibration, tokenizer, length)
+    """Calibration ids, and the ids of every text; no text is among the former."""
+    source = options.calibration
+    ids = to_ids(source, tokenizer)
+    ids, validation = hold_out(ids, source, tokenizer, length)
     texts = {}
-    for source in sources:
-        same = Path(source).resolve() == Path(calibration).resolve()
-        if not same or has_heldout_split(source):
-            texts[source] = to_ids(source, tokenizer, heldout=True)
-        elif apart is not None:
-            texts[source] = apart
+    for text in options.texts:
+        same = Path(text).resolve() == Path(source).resolve()
+        if not same or has_heldout_split(text):
+            texts[text] = to_ids(text, tokenizer, heldout=True)
+        elif validation is not None:
+            texts[text] = validation.ids
         else:
             raise MoesaicError(
-                f"{source} is too short to calibrate on nine tenths and evaluate on the rest; "
-                "give another --text"
+                f"{text} is too short to calibrate on nine tenths and evaluate on the "
+                "rest; give another --text"
             )
     return ids, texts
 
 
-def _cell(
-    dense: Any,
-    ffns: FFNs,
-    plan: Plan,
-    windows_NL: torch.Tensor,
-    seed: int,
-    device: torch.device,
-    texts: dict[str, torch.Tensor],
-    max_tokens: int,
-) -> dict[str, Any]:
-    """Converts in memory, evaluates, and puts the dense FFNs back."""
-    steps: dict[str, float] = {}
-    started = time.perf_counter()
-    plan = share_budgets(dense, ffns, plan, windows_NL, device, seed)
-    steps["budgets"] = time.perf_counter() - started
-    with ffns.restored():
-        stream = Stream(ffns, windows_NL, device)
-        layers = convert_layers(stream, plan, seed, steps, trial=True)
-        found = _perplexities(dense, texts, plan.sequence_length, max_tokens)
-    loads = [layer.expert_load for layer in layers if layer.expert_load]
-    return {
-        "recipe": plan.recipe.name,
-        "layout": str(plan.layout),
-        "shape": plan.shape,
-        "active_ffn_fraction": plan.sizes.active / plan.sizes.total,
-        "macs": plan.macs.total / plan.dense_macs.total,
-        "perplexity": found,
-        "relative_error": [layer.relative_error for layer in layers],
-        "better_static": [layer.layer for layer in layers if layer.better_static],
-        "load_max_over_mean": max(
-            (max(x) * len(x) / sum(x) for x in loads), default=None
-        ),
-        "dead_experts": sum(v < 0.05 * sum(x) / len(x) for x in loads for v in x),
-        "notes": sorted({note for layer in layers for note in layer.notes}),
-        "seconds": sum(steps.values()),
-    }
+def _versions() -> dict[str, str]:
+    names = ("moesaic", "torch", "transformers", "POT")
+    return {name: version(name) for name in names}
 
 
-def _perplexities(
-    model: Any, texts: dict[str, torch.Tensor], length: int, max_tokens: int
-) -> dict[str, float]:
-    return {
-        name: perplexity(model, ids, length, max_tokens)[0]
-        for name, ids in texts.items()
-    }
-
-
-def _hash(ids: torch.Tensor) -> str:
+def _digest(ids: torch.Tensor) -> str:
     return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
 
 
-def _digest(plan: Plan) -> str:
-    """Tells recipes of one name but other fields apart."""
-    recipe = json.dumps(
-        plan.recipe.to_dict() | {"layout": str(plan.layout)}, sort_keys=True
-    )
-    return hashlib.sha256(recipe.encode()).hexdigest()[:12]
-
-
-def _take_up(
-    output: str | Path | None, settings: dict[str, Any], resume: bool
-) -> dict[str, Any]:
-    """The cells that an earlier run finished; raises MoesaicError where it had other settings."""
-    fresh: dict[str, Any] = {"settings": settings, "dense": {}, "cells": {}, "rows": []}
-    if output is None:
-        return fresh
-    path = Path(output) / "compare.json"
-    if not path.exists():
-        return fresh
-    if not resume:
-        raise MoesaicError(
-            f"{path} exists; pass --resume to go on with it, or choose another output"
-        )
-    try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        earlier = found["settings"]
-        found["dense"], found["cells"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MoesaicError(
-            f"{path} cannot be resumed ({error!r}); remove it"
-        ) from error
-    for key in settings:
-        if earlier.get(key) != settings[key]:
-            raise MoesaicError(
-                f"{path} was made with {key} = {earlier.get(key)}, this run has {settings[key]}; "
-                "choose another output"
-            )
-    return found
-
-
-def _write(output: str | Path | None, name: str, content: str | bytes) -> None:
+def _write(output: Path | None, name: str, content: str | bytes) -> None:
     """The whole file or the old one: a killed run leaves no half."""
     if output is None:
         return
-    path = Path(output) / name
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
+        output.mkdir(parents=True, exist_ok=True)
+        write_file(output / name, content)
     except OSError as error:
-        raise MoesaicError(f"cannot write {path}: {error}") from error
+        raise MoesaicError(f"cannot write {output / name}: {error}") from error

@@ -1,192 +1,171 @@
-"""A comparison's cells as ranked rows, as Markdown and as a plot."""
+"""A comparison's cells as ranked rows, and what is worth remarking about them."""
 
 from __future__ import annotations
 
 import statistics
-from io import BytesIO
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-ORACLES = ("oracle", "neuron-oracle")
+from moesaic.comparison.entries import EQUAL_WORK, METHOD
+
+NEAR = 0.02  # of the neurons: how near a budget counts as met
+DEAD = 0.05  # of the mean load, below which an expert counts as dead
 
 
-def ranked(
-    cells: dict[str, dict[str, Any]], dense: dict[str, float]
-) -> list[dict[str, Any]]:
-    """One row per sparsity and recipe, best first: mean and spread over seeds of the ratios."""
-    groups: dict[tuple[Any, str], list[dict[str, Any]]] = {}
-    for cell in cells.values():
-        groups.setdefault((cell["sparsity"], cell["recipe"]), []).append(cell)
-    rows = []
-    for (sparsity, recipe), found in groups.items():
-        ratios = {
-            text: [cell["perplexity"][text] / base for cell in found]
-            for text, base in dense.items()
-        }
-        loads = [
-            cell["load_max_over_mean"] for cell in found if cell["load_max_over_mean"]
-        ]
-        rows.append(
-            {
-                "sparsity": sparsity,
-                "recipe": recipe,
-                "layout": found[0]["layout"],
-                "active_ffn_fraction": found[0]["active_ffn_fraction"],
-                "macs": found[0]["macs"],
-                "ratio": {
-                    text: statistics.mean(values) for text, values in ratios.items()
-                },
-                "spread": {
-                    text: statistics.stdev(values) if len(values) > 1 else None
-                    for text, values in ratios.items()
-                },
-                "seeds": len(found),
-                "load_max_over_mean": max(loads, default=None),
-                "dead_experts": max(cell["dead_experts"] for cell in found),
-                "notes": sorted({note for cell in found for note in cell["notes"]}),
-                "better_static": sorted(
-                    {i for cell in found for i in cell["better_static"]}
-                ),
-            }
-        )
+@dataclass(frozen=True)
+class Cell:
+    """One conversion, evaluated: a method at a budget with one seed."""
+
+    method: str  # as it is shown
+    role: str
+    saves: bool  # False for a reference that no model can hold
+    routes: bool
+    repairs: bool
+    sparsity: float | None
+    seed: int
+    layout: str
+    shape: str
+    active_ffn_fraction: float
+    macs: float  # over the dense model's
+    perplexity: dict[str, float]
+    relative_error: list[float]
+    better_static: list[int]
+    load_max_over_mean: float | None
+    dead_experts: int
+    notes: list[str]
+    seconds: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cell:
+        """From JSON. Raises KeyError where it was written by another version."""
+        return cls(**{one.name: values[one.name] for one in fields(cls)})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at a budget: means over seeds, and standard deviations as `spread`."""
+
+    method: str
+    role: str
+    saves: bool
+    routes: bool
+    repairs: bool
+    sparsity: float | None
+    layout: str
+    active_ffn_fraction: float
+    macs: float
+    ratio: dict[str, float]
+    spread: dict[str, float | None]
+    seeds: int
+    load_max_over_mean: float | None
+    dead_experts: int
+    notes: list[str]
+    better_static: list[int]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ranked(cells: list[Cell], dense: dict[str, float]) -> list[Row]:
+    """One row per sparsity and method, best first on the first text."""
+    groups: dict[tuple[float | None, str], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.sparsity, cell.method), []).append(cell)
+    rows = [_row(group, dense) for group in groups.values()]
     text = next(iter(dense))
-    return sorted(rows, key=lambda row: (row["sparsity"] or 0, row["ratio"][text]))
+    return sorted(rows, key=lambda row: (row.sparsity or 0, row.ratio[text]))
 
 
-def cells_of(row: dict[str, Any]) -> list[str]:
-    """A row's cells as text."""
-    ratios = []
-    for text, ratio in row["ratio"].items():
-        spread = row["spread"][text]
-        ratios.append(f"{ratio:.3f}" + ("" if spread is None else f" ± {spread:.3f}"))
-    load = row["load_max_over_mean"]
-    saves = "" if row["recipe"] in ORACLES else f"{row['macs']:.3f}"
-    return [
-        row["recipe"],
-        row["layout"],
-        f"{row['active_ffn_fraction']:.1%}",
-        saves,
-        *ratios,
-        "" if load is None else f"{load:.2f}",
-        str(row["dead_experts"] or ""),
-    ]
+def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
+    first = cells[0]
+    ratios = {
+        text: [cell.perplexity[text] / base for cell in cells]
+        for text, base in dense.items()
+    }
+    loads = [cell.load_max_over_mean for cell in cells if cell.load_max_over_mean]
+    notes = {note for cell in cells for note in cell.notes}
+    behind = {layer for cell in cells for layer in cell.better_static}
+    return Row(
+        method=first.method,
+        role=first.role,
+        saves=first.saves,
+        routes=first.routes,
+        repairs=first.repairs,
+        sparsity=first.sparsity,
+        layout=first.layout,
+        active_ffn_fraction=first.active_ffn_fraction,
+        macs=first.macs,
+        ratio={text: statistics.mean(values) for text, values in ratios.items()},
+        spread={text: _spread(values) for text, values in ratios.items()},
+        seeds=len(cells),
+        load_max_over_mean=max(loads, default=None),
+        dead_experts=max(cell.dead_experts for cell in cells),
+        notes=sorted(notes),
+        better_static=sorted(behind),
+        seconds=statistics.mean(cell.seconds for cell in cells),
+    )
 
 
-def headers(texts: list[str]) -> list[str]:
-    names = [f"over dense: {Path(text).name}" for text in texts]
-    return ["recipe", "layout", "active FFN", "MACs", *names, "load max/mean", "dead"]
+def _spread(values: list[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
-def remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """What conversions noted, and where routing does not beat static pruning: whole or by layer."""
+def by_sparsity(rows: list[Row]) -> dict[float | None, list[Row]]:
+    """The rows of each budget, in their order."""
+    groups: dict[float | None, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.sparsity, []).append(row)
+    return groups
+
+
+def remarks(rows: list[Row]) -> list[str]:
+    """What conversions noted, and where routing does not beat static pruning."""
     lines = []
     for row in rows:
-        of = f"{row['recipe']} {row['layout']}"
-        lines += [
-            f"{of}: {note}" for note in row["notes"] if row["recipe"] not in ORACLES
-        ]
-    for sparsity in dict.fromkeys(row["sparsity"] for row in rows):
-        here = [row for row in rows if row["sparsity"] == sparsity]
-        names = [row["recipe"] for row in here]
-        if "static-repaired" not in names:
-            continue
-        static = names.index("static-repaired")
-        where = "" if sparsity is None else f"at sparsity {sparsity:g} "
-        for row in here:
-            active = row["active_ffn_fraction"]
-            if (
-                sparsity
-                and abs(active - (1 - sparsity)) > 0.02
-                and "MACs" not in row["recipe"]
-            ):
-                lines.append(
-                    f"{where}{row['recipe']} runs {active:.1%}: its experts fit no nearer"
-                )
-        for name in [name for name in names if name.startswith("static-repaired")]:
-            behind = [
-                other
-                for other in names[names.index(name) + 1 :]
-                if not other.startswith(("static", "random"))
-            ]
-            if behind:
-                lines.append(f"{where}{name} beats {', '.join(behind)}")
-        for row in here[:static]:
-            if row["better_static"] and row["recipe"] not in ORACLES:
-                layers = ", ".join(map(str, row["better_static"]))
-                lines.append(
-                    f"{where}static pruning beats {row['recipe']} in layer {layers}"
-                )
+        if row.saves:
+            lines += [f"{row.method} {row.layout}: {note}" for note in row.notes]
+    for sparsity, here in by_sparsity(rows).items():
+        lines += _remarks_at(sparsity, here)
     return lines
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The comparison as a page."""
-    settings, dense, rows = result["settings"], result["dense"], result["rows"]
-    calibration = settings["calibration"]
-    tokens = calibration["samples"] * calibration["sequence_length"]
-    seeds = rows[0]["seeds"] if rows else 0
-    bases = ", ".join(f"{Path(text).name} {value:.3f}" for text, value in dense.items())
-    versions = ", ".join(f"{name} {v}" for name, v in settings["versions"].items())
-    head = headers(list(dense))
-    lines = [
-        f"# {Path(settings['model']).name}: recipes at equal budgets",
-        "",
-        f"Dense perplexity: {bases} (windows of {calibration['sequence_length']}, at most "
-        f"{settings['max_tokens']:,} tokens). Calibration: {Path(calibration['source']).name}, "
-        f"{tokens:,} tokens, {seeds} seeds (mean ± standard deviation). {settings['dtype']} on "
-        f"{settings['device']}; {versions}.",
-        "",
-        "MACs: multiply-accumulates per token over dense, the router's among them. load: the most "
-        "used expert's over the mean, worst layer; dead: experts below 5 % of the mean, all "
-        "layers. oracle and neuron-oracle are references that save nothing.",
-    ]
-    for sparsity in dict.fromkeys(row["sparsity"] for row in rows):
-        here = [row for row in rows if row["sparsity"] == sparsity]
-        lines += [
-            "",
-            "## " + ("One layout" if sparsity is None else f"Sparsity {sparsity:g}"),
-            "",
-        ]
-        lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-        lines += ["| " + " | ".join(cells_of(row)) + " |" for row in here]
-    lines += ["", *(f"- {line}" for line in result["remarks"])]
-    return "\n".join(lines).rstrip() + "\n"
+def _remarks_at(sparsity: float | None, rows: list[Row]) -> list[str]:
+    static = [place for place, row in enumerate(rows) if _is_static_rival(row)]
+    reference = [place for place in static if rows[place].role != EQUAL_WORK]
+    if not reference:
+        return []
+    where = "" if sparsity is None else f"at sparsity {sparsity:g} "
+    lines = []
+    for row in rows:
+        if sparsity is not None and row.role != EQUAL_WORK:
+            distance = abs(row.active_ffn_fraction - (1 - sparsity))
+            if distance > NEAR:
+                lines.append(
+                    f"{where}{row.method} runs {row.active_ffn_fraction:.1%}: its "
+                    "experts fit no nearer"
+                )
+    for place in static:
+        behind = [row.method for row in rows[place + 1 :] if _competes(row)]
+        if behind:
+            lines.append(f"{where}{rows[place].method} beats {', '.join(behind)}")
+    for row in rows[: reference[0]]:
+        if row.better_static and row.saves:
+            layers = ", ".join(map(str, row.better_static))
+            lines.append(f"{where}static pruning beats {row.method} in layer {layers}")
+    return lines
 
 
-def plot(result: dict[str, Any]) -> bytes:
-    """PNG: perplexity over dense against multiply-accumulates, a line per recipe, first text."""
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _is_static_rival(row: Row) -> bool:
+    """Static pruning with repair, at equal neurons or at equal work."""
+    return not row.routes and row.repairs
 
-    text = next(iter(result["dense"]))
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.set_prop_cycle(color=[colormaps["tab20"](i) for i in range(20)])
-    # Legend in the order of the last budget's ranking, best first.
-    for recipe in dict.fromkeys(row["recipe"] for row in reversed(result["rows"])):
-        rows = [row for row in result["rows"] if row["recipe"] == recipe]
-        axes.errorbar(
-            [100 * row["macs"] for row in rows],
-            [row["ratio"][text] for row in rows],
-            yerr=[row["spread"][text] or 0.0 for row in rows],
-            marker="o",
-            capsize=3,
-            label=recipe,
-            linestyle=":" if recipe in (*ORACLES, "random") else "-",
-        )
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.set(
-        xlabel="multiply-accumulates per token, router included, over dense (%)",
-        ylabel="perplexity over dense",
-        title=f"{Path(result['settings']['model']).name}, {Path(text).name}",
-        yscale="log",
-    )
-    axes.yaxis.set_major_formatter("{x:.2f}")
-    axes.yaxis.set_minor_formatter("{x:.2f}")
-    axes.grid(visible=True, which="both", alpha=0.3)
-    figure.legend(loc="outside right upper")
-    image = BytesIO()
-    figure.savefig(image, dpi=120)
-    return image.getvalue()
+
+def _competes(row: Row) -> bool:
+    """Whether to lose against static pruning is worth a line."""
+    asked_for = row.routes and row.role == METHOD
+    return asked_for or not row.saves

@@ -1,37 +1,39 @@
-"""How many experts each layer runs: where thresholds choose, layers can share one budget.
+"""How many experts each layer runs: layers can share one budget.
 
-With equal budgets a token runs the same share of the experts in every layer, but one more expert
-is worth more in some than in others. To first order, an expert more per token in layer l takes
+With equal budgets a token runs the same share of the experts in every layer, but one
+more expert is worth more in some than in others. To first order, an expert more per
+token in layer l takes
 
     m_l = - sum_tj w_tj dL/dg_tj / sum_tj w_tj
 
-off the loss L, the KL divergence from the dense model's predictions, summed over tokens; g_tj is
-the gate of expert j for token t, and w a bump around the threshold: the experts that a small shift
-of it would add. Where budgets are best, all m_l are equal, so each round moves experts from layers
-below their mean to layers above. A round converts anew, since a repair depends on who runs.
+off the loss L, the KL divergence from the dense model's predictions, summed over
+tokens; g_tj is the gate of expert j for token t, and w a bump around the threshold: the
+experts that a small shift of it would add. Where budgets are best, all m_l are equal,
+so each round moves experts from layers below their mean to layers above. A round
+converts anew, since a repair depends on who runs.
 
 Shape suffixes: N windows, L layers, T tokens, D hidden_size, R routed experts, V words.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moesaic.calibration.calibration_set import HELD_OUT, CalibrationSet
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
-from moesaic.calibration.text import HELD_OUT, fewer_windows
-from moesaic.conversion.layers import convert_layers
 from moesaic.conversion.plan import Plan
+from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
 from moesaic.families import FFNs, Mixtures
-from moesaic.parts.masked import MaskedBlock
+from moesaic.methods.base import FFNMethod
+from moesaic.modeling import MoesaicReplacement, View
 from moesaic.parts.repair import TOKENS_PER_NEURON
 from moesaic.parts.thresholds import soft_choice
 
@@ -40,93 +42,121 @@ CHUNK = 256  # tokens whose probabilities of all words are held at once, in floa
 STEP = 0.1  # of a layer's experts: the most that a round adds or takes
 LEAST = 0.05  # of a layer's experts that run on average; one at least
 TRIAL_TOKENS = 8192  # to convert on in a round; more where least squares wants more
-PROBE_TOKENS = 4096  # of the last eighth, which no weight is fitted to
+PROBE_TOKENS = 4096  # of those held out, which no weight is fitted to
+
+Budgets = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What an expert more is worth in every layer (L,), and the KL divergence."""
+
+    value_L: torch.Tensor
+    divergence: float
 
 
 def share_budgets(
     dense: Any,
     ffns: FFNs,
     plan: Plan,
-    windows_NL: torch.Tensor,
+    calibration: CalibrationSet,
     device: torch.device,
     seed: int,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Plan:
-    """The plan with a budget for each layer, of the same sum; unchanged if its recipe has none.
+    """The plan with the budgets of layers that its method's strategy gives.
 
-    Equal budgets are the first of 1 + ROUNDS that are tried, and those of the least KL divergence
-    are taken. Costs at most so many conversions on TRIAL_TOKENS (twice the active neurons, if that
-    is more; 8 windows at least) and forward and backward passes on PROBE_TOKENS, whose dense logits
-    it holds. The layers of a mixture keep equal budgets. Raises MoesaicError for a model that is
-    not in whole on `device`, under inference mode, and where equal budgets diverge.
+    Unchanged where the strategy is uniform. By gradient: equal budgets are the first
+    of 1 + ROUNDS that are tried, and those of the least KL divergence are taken. Costs
+    at most so many conversions on TRIAL_TOKENS (twice the active neurons, if that is
+    more; 8 windows at least) and forward and backward passes on PROBE_TOKENS, whose
+    dense logits it holds. The layers of a mixture keep equal budgets. Raises
+    MoesaicError for a model that is not in whole on `device`, under inference mode,
+    and where equal budgets diverge.
     """
-    layers, moe = ffns.converted, plan.config.moesaic
-    routed, mean = moe["num_routed"], moe["num_active"]
-    if not plan.recipe.layer_budgets or len(layers) < 2 or mean == routed:
-        return plan
-    if isinstance(ffns, Mixtures):
-        tell("the layers of a model that is a mixture already keep equal budgets")
+    method = plan.method
+    assert isinstance(method, FFNMethod)
+    if method.layer_budgets == "uniform" or not _can_differ(plan, ffns, tell):
         return plan
     check_on(dense, device, "sharing a budget between layers differentiates")
     if torch.is_inference_mode_enabled():
         raise MoesaicError(
-            "layer budgets come from gradients, which torch.inference_mode has none of; convert "
-            "outside of it, or by moesaic-dynamic"
+            "layer budgets come from gradients, which torch.inference_mode has none of; "
+            "convert outside of it, or with layer_budgets=uniform"
         )
-    length = windows_NL.shape[1]
-    tokens = max(
-        TRIAL_TOKENS, TOKENS_PER_NEURON * plan.sizes.active * HELD_OUT // (HELD_OUT - 1)
-    )
-    trial_NL = fewer_windows(windows_NL, max(-(-tokens // length), HELD_OUT))
-    held = max(len(windows_NL) // HELD_OUT, 1)
-    probe_NL = windows_NL[-min(max(PROBE_TOKENS // length, 1), held) :].to(device)
+    trial_set = _trial_set(plan, calibration)
+    probes = max(PROBE_TOKENS // calibration.length, 1)
+    probe_NL = calibration.heldout(probes).to(device)
     with torch.no_grad():
         wanted = [
             dense(input_ids=ids_NL, use_cache=False).logits
             for ids_NL in probe_NL.split(1)
         ]
-    share_L = torch.full((len(layers),), mean / routed, dtype=torch.float64)
-    what = "neurons" if plan.recipe.router == "gates" else "experts"
-    least = max(min(LEAST, mean / routed / 2), 1 / routed)
-    tried: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}
+
+    def measure(budgets: Budgets) -> Trial:
+        with ffns.restored():
+            stream = Stream(ffns, trial_set.windows_NL, device)
+            trial_plan = plan.with_moe(plan.moe.with_budgets(budgets))
+            run = Run(stream, trial_plan, trial_set, seed, trial=True)
+            run.replace_ffns(method)
+            modules: list[Any] = [ffns.replaced(layer) for layer in plan.moe.layers]
+            return marginal_values(dense, modules, probe_NL, wanted)
+
+    budgets = search_budgets(plan, measure, tell)
+    return plan.with_moe(plan.moe.with_budgets(budgets))
+
+
+def search_budgets(
+    plan: Plan, measure: Callable[[Budgets], Trial], tell: Callable[[str], Any]
+) -> Budgets:
+    """The budgets of least KL divergence, of 1 + ROUNDS that are tried at most."""
+    sizes = plan.sizes
+    routed = sizes.num_routed
+    layers = len(plan.moe.layers)
+    mean = sizes.num_active / routed
+    share_L = torch.full((layers,), mean, dtype=torch.float64)
+    least = max(min(LEAST, mean / 2), 1 / routed)
+    what = "neurons" if sizes.expert == 1 else "experts"
+    tried: dict[Budgets, Trial] = {}
     for _ in range(1 + ROUNDS):
-        budgets = whole_budgets(share_L, routed, mean * len(layers))
+        budgets = whole_budgets(share_L, routed, sizes.num_active * layers)
         if budgets not in tried:  # else too little has moved for whole experts
-            said = ", ".join(map(str, budgets))
+            line = f"{what} per token {', '.join(map(str, budgets))}"
             try:
-                with ffns.restored():
-                    stream = Stream(ffns, trial_NL, device)
-                    convert_layers(
-                        stream, with_budgets(plan, budgets), seed, {}, trial=True
-                    )
-                    blocks: list[Any] = [ffns.replaced(layer) for layer in layers]
-                    tried[budgets] = marginal_values(dense, blocks, probe_NL, wanted)
+                tried[budgets] = measure(budgets)
             except MoesaicError as error:  # diverged; what was tried before has not
                 if not tried:
                     raise
-                tell(f"{what} per token {said}: {error}")
+                tell(f"{line}: {error}")
                 break
-            tell(f"{what} per token {said}: KL divergence {tried[budgets][1]:.4f}")
-        share_L = moved(share_L, tried[budgets][0], least)
-    best = min(tried, key=lambda budgets: tried[budgets][1])
-    return with_budgets(plan, best)
+            tell(f"{line}: KL divergence {tried[budgets].divergence:.4f}")
+        share_L = moved(share_L, tried[budgets].value_L, least)
+    return min(tried, key=lambda budgets: tried[budgets].divergence)
 
 
-def with_budgets(plan: Plan, budgets: Sequence[int]) -> Plan:
-    """The plan whose l-th converted layer runs budgets[l] routed experts per token on average."""
-    if len(set(budgets)) == 1:
-        return plan
-    config = copy.copy(plan.config)
-    config.moesaic = plan.config.moesaic | {"budgets": list(budgets)}
-    return replace(plan, config=config)
+def _can_differ(plan: Plan, ffns: FFNs, tell: Callable[[str], Any]) -> bool:
+    """Whether there is anything to share."""
+    sizes = plan.sizes
+    if len(plan.moe.layers) < 2 or sizes.num_active == sizes.num_routed:
+        return False
+    if isinstance(ffns, Mixtures):
+        tell("the layers of a model that is a mixture already keep equal budgets")
+        return False
+    return True
+
+
+def _trial_set(plan: Plan, calibration: CalibrationSet) -> CalibrationSet:
+    fitted = TOKENS_PER_NEURON * plan.sizes.active
+    tokens = max(TRIAL_TOKENS, fitted * HELD_OUT // (HELD_OUT - 1))
+    return calibration.fewer(max(-(-tokens // calibration.length), HELD_OUT))
 
 
 def marginal_values(
     model: Any,
-    blocks: list[MaskedBlock],
+    blocks: list[MoesaicReplacement],
     probe_NL: torch.Tensor,
     wanted: list[torch.Tensor],
-) -> tuple[torch.Tensor, float]:
+) -> Trial:
     """m_l of every block (L,), and the KL divergence from the `wanted` logits (1, T, V) of windows.
 
     One forward and backward pass, window by window; the weights get no gradients. A block all of
@@ -137,7 +167,7 @@ def marginal_values(
     ]
     bump_L = [torch.zeros((), device=probe_NL.device) for _ in blocks]
     for layer, block in enumerate(blocks):
-        block.choose = _shifted(block, shift_L[layer], layer, bump_L)
+        block.view = _shifted(shift_L[layer], layer, bump_L)
     loss = 0.0
     with _without_gradients(model), torch.enable_grad():
         for ids_NL, wanted_NTV in zip(probe_NL.split(1), wanted, strict=True):
@@ -163,24 +193,20 @@ def marginal_values(
             f"the KL divergence from the dense model is {loss}, or its gradient is not finite: "
             "weights or activations are broken"
         )
-    return value_L, loss
+    return Trial(value_L, loss)
 
 
-def _shifted(
-    block: MaskedBlock, shift: torch.Tensor, layer: int, bump_L: list[torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The block's choices as gates (T, R), which rise near the threshold with `shift`, a 0."""
-    choose, scores = block.choose, block.scores
-    assert choose is not None
-    assert scores is not None
+def _shifted(shift: torch.Tensor, layer: int, bump_L: list[torch.Tensor]) -> View:
+    """A view whose gates rise near the threshold with `shift`, a 0."""
 
-    def gates(x_TD: torch.Tensor) -> torch.Tensor:
+    def gates(
+        router: Any, values: Callable[[], torch.Tensor], gate_TR: torch.Tensor
+    ) -> torch.Tensor:
         with torch.no_grad():
-            soft_TR = soft_choice(scores(x_TD))
+            soft_TR = soft_choice(values())
             bump_TR = soft_TR * (1 - soft_TR)
             bump_L[layer] = bump_L[layer] + bump_TR.sum()
-            chosen_TR = choose(x_TD).float()
-        return chosen_TR + shift * bump_TR
+        return gate_TR.detach().float() + shift * bump_TR
 
     return gates
 
@@ -205,13 +231,17 @@ def moved(share_L: torch.Tensor, value_L: torch.Tensor, least: float) -> torch.T
     """
     scale = value_L.abs().mean().clamp(min=1e-30)
     step_L = STEP * ((value_L - value_L.mean()) / scale).clamp(-1, 1)
-    low, high = -1.0, 1.0
+    low = -1.0
+    high = 1.0
     for _ in range(
         60
     ):  # what is added to all, so that the mean stays within the bounds
         middle = (low + high) / 2
         mean = (share_L + step_L + middle).clamp(least, 1).mean()
-        low, high = (middle, high) if mean < share_L.mean() else (low, middle)
+        if mean < share_L.mean():
+            low = middle
+        else:
+            high = middle
     return (share_L + step_L + high).clamp(least, 1)
 
 

@@ -1,7 +1,7 @@
-"""What one converted layer loses: measured against the dense FFN on calibration tokens.
+"""What one converted layer loses, measured against the dense FFN.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, K active ones, M neurons,
-N neurons of a reference.
+Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, N neurons of a
+reference.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
-from moesaic.calibration.ffn_inputs import Inputs
+from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.calibration.statistics import PLAIN, SAMPLE_TOKENS
 from moesaic.families import DenseFFN
-from moesaic.layout import Sizes
-from moesaic.methods.fit import Fitted
-from moesaic.parts.routers import expert_energies, expert_grams
+from moesaic.methods.expert_method import Made, fit_static_reference, static_neurons
+from moesaic.modeling import MoesaicReplacement, Sizes
+from moesaic.parts.energies import expert_energies, expert_grams
+from moesaic.parts.importance import output_norms
+from moesaic.parts.partition import Partition
+from moesaic.parts.repair import TOKENS_PER_NEURON, Repair
 
 MOST_TOKENS = 1024  # the oracle needs every expert's output, so a sample must do
 
@@ -24,18 +28,20 @@ MOST_TOKENS = 1024  # the oracle needs every expert's output, so a sample must d
 class LayerReport:
     """Quality of one converted layer on `tokens` calibration tokens.
 
-    `heldout` says that they lie in windows that nothing was fitted to. `relative_error` is the
-    paper's objective (eq. 2) over the output's own energy, mean |F_MoE(x) - F(x)|^2 / mean
-    |F(x)|^2, and `references` are the same for other ways to spend the budget: `static` and
-    `static-repaired` (the best neurons; the latter with W_down refitted, on a sample of the first
-    seven eighths of the tokens where the recipe itself repairs nothing), `unrepaired` (this layer
-    without its repair), `random` (random neurons for each token), `oracle` (the same experts, each
-    token runs its best) and `neuron-oracle` (each token runs its best neurons); none of the last
-    three is repaired. The oracle runs the K experts of largest output norm; `router_recall` is the
-    share of them that the router picks (chance is K / R), `mass_kept` the share of all experts'
-    output energy in the experts that ran, `oracle_mass` the oracle's. `expert_load` is the share of
-    tokens that each expert runs for. `kept_energy` holds the rounds of re-assignment. In a model
-    that was a mixture before, figures are means over its converted experts, weighted by the tokens
+    `heldout` says that they lie in windows that nothing was fitted to.
+    `relative_error` is the paper's objective (eq. 2) over the output's own energy,
+    mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2, and `references` are the same for other
+    ways to spend the budget: `static` and `static-repaired` (the best neurons; the
+    latter with W_down refitted, on a sample of the first seven eighths of the tokens
+    where the method itself repairs nothing), `unrepaired` (this layer without its
+    repair), `random` (random neurons for each token), `oracle` (the same experts, each
+    token runs its best) and `neuron-oracle` (each token runs its best neurons); none of
+    the last three is repaired. The oracle runs the K experts of largest output norm;
+    `router_recall` is the share of them that the router picks (chance is K / R),
+    `mass_kept` the share of all experts' output energy in the experts that ran,
+    `oracle_mass` the oracle's. `expert_load` is the share of tokens that each expert
+    runs for. `kept_energy` holds the rounds of re-assignment. In a model that was a
+    mixture before, figures are means over its converted experts, weighted by the tokens
     that the router sends them, and `experts` has each by itself.
     """
 
@@ -57,117 +63,203 @@ class LayerReport:
     def to_dict(self, timing: bool = True) -> dict[str, Any]:
         """As plain data; without `timing` two equal runs give equal bytes."""
         values = asdict(self)
-        return values if timing else {k: v for k, v in values.items() if k != "seconds"}
+        if not timing:
+            del values["seconds"]
+        return values
+
+    @property
+    def whole_experts(self) -> list[int]:
+        """The experts of a mixture that stay as they were."""
+        return [row["expert"] for row in self.experts if "whole" in row]
 
     @property
     def better_static(self) -> str | None:
         """The static reference that loses less than this layer, if one does."""
-        names = [n for n in ("static", "static-repaired") if n in self.references]
-        best = min(names, key=lambda name: self.references[name], default=None)
-        routed = self.router_recall is not None
-        if best is None or not routed or self.references[best] >= self.relative_error:
+        names = ("static", "static-repaired")
+        known = [name for name in names if name in self.references]
+        if not known or self.router_recall is None:
             return None
-        return best
+        best = min(known, key=lambda name: self.references[name])
+        return best if self.references[best] < self.relative_error else None
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """Experts that run, those that the oracle runs (T, R), and all experts' energies."""
+
+    chosen_TR: torch.Tensor
+    best_TR: torch.Tensor
+    energy_TR: torch.Tensor
+
+
+class _Yardstick:
+    """The dense FFN's output on the measured tokens, and errors against it."""
+
+    def __init__(self, ffn: DenseFFN, x_TD: torch.Tensor):
+        self.x_TD = x_TD
+        self.h_TF = ffn.hidden(x_TD).float()
+        self.down_FD = ffn.down_DF.float().T
+        self.dense_TD = self.h_TF @ self.down_FD
+        energy = self.dense_TD.square().sum(dtype=torch.float64).item()
+        self.energy = max(energy, 1e-30)
+
+    def error(self, y_TD: torch.Tensor) -> float:
+        difference_TD = y_TD - self.dense_TD
+        return difference_TD.square().sum(dtype=torch.float64).item() / self.energy
+
+    def masked_error(self, mask_TF: torch.Tensor) -> float:
+        return self.error((self.h_TF * mask_TF) @ self.down_FD)
 
 
 @torch.no_grad()
 def measure_layer(
     layer: int,
-    inputs: Inputs,
+    inputs: FFNInputs,
     ffn: DenseFFN,
-    fitted: Fitted,
+    replacement: Any,
     sizes: Sizes,
     seed: int,
-    seconds: float | None = None,
     most: int | None = None,
 ) -> LayerReport:
-    """Measures a converted layer and its references on at most `most` tokens of the last eighth.
+    """Measures a replacement and its references on tokens that are held out.
 
-    MOST_TOKENS unless said. Costs about eight passes of those tokens through the FFN.
+    At most `most` of them, MOST_TOKENS unless said. Costs about eight passes of those
+    tokens through the FFN; where the method itself fitted no static reference, that is
+    fitted to a sample here.
     """
-    x_TD = torch.cat(list(inputs.held()))
+    made: Made = getattr(replacement, "made", None) or Made()
+    x_TD = torch.cat(list(inputs.heldout()))
     x_TD = x_TD[:: -(-len(x_TD) // (most or MOST_TOKENS))]
-    h_TF = ffn.hidden(x_TD).float()
-    down_FD = ffn.down_DF.float().T
-    dense_TD = h_TF @ down_FD
-    energy = max(dense_TD.square().sum(dtype=torch.float64).item(), 1e-30)
-    block_TD = fitted.masked(x_TD).float()
+    yardstick = _Yardstick(ffn, x_TD)
+    output_TD = replacement(x_TD).float()
     if ffn.down_bias_D is not None:
-        block_TD = block_TD - ffn.down_bias_D.float()
-
-    def error(y_TD: torch.Tensor) -> float:
-        return (y_TD - dense_TD).square().sum(dtype=torch.float64).item() / energy
-
-    def masked(mask_TF: torch.Tensor) -> float:
-        return error((h_TF * mask_TF) @ down_FD)
-
-    h_TN = h_TF[:, fitted.static_N]
-    static_TD = h_TN @ down_FD[fitted.static_N]
-    references = {"static": error(static_TD)}
-    if fitted.static_repair is not None:
-        added_TD = fitted.static_repair.candidate.output(h_TN)
-        references["static-repaired"] = error(static_TD + added_TD)
-    generator = torch.Generator().manual_seed(seed)
-    noise_TF = torch.rand(h_TF.shape, generator=generator).to(h_TF.device)
-    contribution_TF = h_TF.abs() * torch.linalg.vector_norm(down_FD, dim=1)
-    routing = _routing(x_TD, h_TF, ffn, fitted, sizes)
-    if routing is not None:
-        chosen_TR, best_TR, energy_TR = routing
-        neurons_N = torch.from_numpy(fitted.parts.neurons_N).to(h_TF.device)
-        for name, runs_TR in (("unrepaired", chosen_TR), ("oracle", best_TR)):
-            mask_TF = torch.zeros_like(h_TF)
-            mask_TF[:, neurons_N] = fitted.parts.mask(runs_TR)
-            references[name] = masked(mask_TF)
-    references["random"] = masked(_largest(noise_TF, sizes.active))
-    references["neuron-oracle"] = masked(_largest(contribution_TF, sizes.active))
+        output_TD = output_TD - ffn.down_bias_D.float()
+    static_N = _static_neurons(made, inputs, ffn, sizes)
+    static_repair = _static_repair(made, inputs, ffn, static_N, sizes)
+    references = _static_references(yardstick, static_N, static_repair)
+    routing = _routing(yardstick, ffn, replacement, made.partition, sizes)
+    if routing is not None and made.partition is not None:
+        for name, runs_TR in (
+            ("unrepaired", routing.chosen_TR),
+            ("oracle", routing.best_TR),
+        ):
+            mask_TF = _neuron_mask(made.partition, runs_TR, yardstick.h_TF)
+            references[name] = yardstick.masked_error(mask_TF)
+    references |= _token_references(yardstick, sizes.active, seed)
     report = LayerReport(
         layer=layer,
-        seconds=seconds,
+        seconds=None,
         tokens=len(x_TD),
         heldout=inputs.hold_out,
-        relative_error=error(block_TD),
+        relative_error=yardstick.error(output_TD),
         references=references,
-        repair=None if fitted.repair is None else fitted.repair.name,
-        notes=list(fitted.notes),
-        kept_energy=fitted.parts.kept_energy,
+        repair=None if made.repair is None else made.repair.name,
+        notes=list(made.notes),
+        kept_energy=[] if made.partition is None else made.partition.kept_energy,
     )
     if routing is not None:
-        mass = max(energy_TR.sum().item(), 1e-30)
-        report.router_recall = float((chosen_TR & best_TR).sum() / best_TR.sum())
-        report.mass_kept = (chosen_TR * energy_TR).sum().item() / mass
-        report.oracle_mass = (best_TR * energy_TR).sum().item() / mass
-        if (
-            fitted.parts.experts_RM.shape[1] == 1
-        ):  # as many as neurons: too many to list
-            return report
-        report.expert_load = [round(v, 6) for v in chosen_TR.float().mean(0).tolist()]
-        if idle := sum(load == 0 for load in report.expert_load):
-            experts = len(report.expert_load)
-            report.notes.append(
-                f"{idle} experts of {experts} run for none of the measured tokens"
-            )
+        _add_routing(report, routing, sizes)
     return report
 
 
-def _largest(values_TF: torch.Tensor, count: int) -> torch.Tensor:
-    """1 where a value is among the `count` largest of its row, 0 elsewhere."""
-    smallest = (
-        values_TF.shape[1] - count
-    )  # of the fewer, since topk sorts what it finds
-    few = min(count, smallest)
-    index = values_TF.topk(few, dim=1, largest=few == count, sorted=False).indices
-    marks_TF = torch.full_like(values_TF, float(few != count))
-    return marks_TF.scatter_(1, index, float(few == count))
+def _static_neurons(
+    made: Made, inputs: FFNInputs, ffn: DenseFFN, sizes: Sizes
+) -> torch.Tensor:
+    if made.static_N is not None:
+        return made.static_N
+    statistics = inputs.statistics(ffn, PLAIN)
+    energy_F = statistics.energy_F * output_norms(ffn)
+    return static_neurons(energy_F, sizes, ffn.up_FD.device)
+
+
+def _static_repair(
+    made: Made, inputs: FFNInputs, ffn: DenseFFN, static_N: torch.Tensor, sizes: Sizes
+) -> Repair:
+    if made.static_repair is not None:
+        return made.static_repair
+    sample = inputs.apart(max(SAMPLE_TOKENS, TOKENS_PER_NEURON * sizes.active))
+    return fit_static_reference(sample, ffn, static_N)
+
+
+def _static_references(
+    yardstick: _Yardstick, static_N: torch.Tensor, repair: Repair
+) -> dict[str, float]:
+    """Errors of the best neurons alone, without and with their repair."""
+    h_TN = yardstick.h_TF[:, static_N]
+    static_TD = h_TN @ yardstick.down_FD[static_N]
+    repaired_TD = static_TD + repair.candidate.output(h_TN)
+    return {
+        "static": yardstick.error(static_TD),
+        "static-repaired": yardstick.error(repaired_TD),
+    }
+
+
+def _token_references(
+    yardstick: _Yardstick, active: int, seed: int
+) -> dict[str, float]:
+    """Errors of random and of the best neurons for each token."""
+    h_TF = yardstick.h_TF
+    generator = torch.Generator().manual_seed(seed)
+    noise_TF = torch.rand(h_TF.shape, generator=generator).to(h_TF.device)
+    norm_F = torch.linalg.vector_norm(yardstick.down_FD, dim=1)
+    contribution_TF = h_TF.abs() * norm_F
+    random_TF = largest(noise_TF, active)
+    best_TF = largest(contribution_TF, active)
+    return {
+        "random": yardstick.masked_error(random_TF),
+        "neuron-oracle": yardstick.masked_error(best_TF),
+    }
+
+
+def _neuron_mask(
+    partition: Partition, runs_TR: torch.Tensor, like_TF: torch.Tensor
+) -> torch.Tensor:
+    """1.0 for each of the dense FFN's neurons that runs for a token, else 0.0."""
+    neurons_N = torch.from_numpy(partition.neurons_N).to(like_TF.device)
+    mask_TF = torch.zeros_like(like_TF)
+    mask_TF[:, neurons_N] = partition.mask(runs_TR)
+    return mask_TF
 
 
 def _routing(
-    x_TD: torch.Tensor, h_TF: torch.Tensor, ffn: DenseFFN, fitted: Fitted, sizes: Sizes
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Experts that run, experts that the oracle runs (T, R), and all experts' energies."""
-    if not fitted.parts.experts_RM.size:
+    yardstick: _Yardstick,
+    ffn: DenseFFN,
+    replacement: Any,
+    partition: Partition | None,
+    sizes: Sizes,
+) -> _Routing | None:
+    """None for a replacement without routed experts."""
+    if partition is None or not partition.experts_RM.size:
         return None
-    experts_RM = torch.from_numpy(fitted.parts.experts_RM).to(h_TF.device)
-    energy_TR = expert_energies(h_TF, experts_RM, expert_grams(ffn, experts_RM))
-    best_TR = _largest(energy_TR, sizes.num_active).bool()
-    assert fitted.masked.choose is not None
-    return fitted.masked.choose(x_TD), best_TR, energy_TR
+    experts_RM = torch.from_numpy(partition.experts_RM).to(yardstick.h_TF.device)
+    grams_RMM = expert_grams(ffn, experts_RM)
+    energy_TR = expert_energies(yardstick.h_TF, experts_RM, grams_RMM)
+    best_TR = largest(energy_TR, sizes.num_active).bool()
+    return _Routing(replacement.chosen(yardstick.x_TD), best_TR, energy_TR)
+
+
+def _add_routing(report: LayerReport, routing: _Routing, sizes: Sizes) -> None:
+    """How well the router chooses, and how evenly."""
+    chosen_TR, best_TR = routing.chosen_TR, routing.best_TR
+    mass = max(routing.energy_TR.sum().item(), 1e-30)
+    report.router_recall = float((chosen_TR & best_TR).sum() / best_TR.sum())
+    report.mass_kept = (chosen_TR * routing.energy_TR).sum().item() / mass
+    report.oracle_mass = (best_TR * routing.energy_TR).sum().item() / mass
+    if sizes.expert == 1:  # as many as neurons: too many to list
+        return
+    load_R = chosen_TR.float().mean(0).tolist()
+    report.expert_load = [round(load, 6) for load in load_R]
+    idle = sum(load == 0 for load in report.expert_load)
+    if idle:
+        report.notes.append(
+            f"{idle} experts of {len(load_R)} run for none of the measured tokens"
+        )
+
+
+def largest(values_TF: torch.Tensor, count: int) -> torch.Tensor:
+    """1 where a value is among the `count` largest of its row, 0 elsewhere."""
+    smallest = values_TF.shape[1] - count
+    few = min(count, smallest)  # of the fewer, since topk sorts what it finds
+    index = values_TF.topk(few, dim=1, largest=few == count, sorted=False).indices
+    marks_TF = torch.full_like(values_TF, float(few != count))
+    return marks_TF.scatter_(1, index, float(few == count))

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from moesaic.conversion.report import ConversionReport
+from moesaic.methods.contents import METHODS
+from moesaic.modeling import MoEConfig
 from moesaic.output.model_card import Row, build_card, code, front_matter
-
-_PAPERS = {
-    "cmoe": "Pei et al., Analytical FFN-to-MoE Restructuring via Activation Pattern Analysis, "
-    "ACL 2026",
-}
 
 _USE = """import moesaic
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,19 +17,16 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")"""
 
 
 def model_card(
-    report: ConversionReport, config: Any, licence: str | None, command: str
+    report: ConversionReport, moe: MoEConfig, licence: str | None, command: str
 ) -> str:
     """README.md of a converted model."""
-    base: str = config.moesaic["base_model"]
-    versions: dict[str, str] = config.moesaic["versions"]
-    outer: int | None = config.moesaic.get("num_outer")
-    by_gates: bool = config.moesaic["router"]["kind"] == "gates"
-
+    base = moe.base_model
+    alone = moe.sizes[0].expert == 1
     title = f"{Path(base).name}, {report.layout}"
-    what = _what(outer, by_gates)
-    method = _method(report.recipe["name"])
+    what = _what(moe, alone)
+    method = _method(moe.name)
     summary = f"{base} with every {what} by moesaic, without training.{method}"
-    measured = "and router recall" if by_gates else "router recall and expert load"
+    measured = "and router recall" if alone else "router recall and expert load"
     sections = [
         "Command:",
         code(command),
@@ -42,36 +35,42 @@ def model_card(
         f"Per-layer reconstruction error, {measured} are in `moesaic_report.json`.",
     ]
     front = front_matter(licence, base)
-    rows = _rows(report, base, versions, licence)
+    rows = _rows(report, moe, licence)
     return build_card(front, title, summary, rows, sections)
 
 
-def _what(outer: int | None, by_gates: bool) -> str:
-    if by_gates:
+def _what(moe: MoEConfig, alone: bool) -> str:
+    """What became of every FFN; `alone`: each of its neurons is an expert."""
+    if alone:
         return "dense feed-forward network made one whose neurons are chosen for each token"
-    if outer is not None:
+    if moe.outer is not None:
         return (
-            f"one of its {outer} experts a layer cut into shared and routed sub-experts"
+            f"one of its {moe.outer.num_experts} experts a layer cut into shared and "
+            "routed sub-experts"
         )
     return "dense feed-forward network cut into shared and routed experts"
 
 
-def _method(recipe: str) -> str:
-    paper = _PAPERS.get(recipe)
-    return "" if paper is None else f" Method: {paper}."
+def _method(name: str) -> str:
+    """The method's paper, where it has one."""
+    known = METHODS.get(name)
+    if known is None or known.paper is None:
+        return ""
+    return f" Method: {known.paper}, {known.url}."
 
 
-def _rows(
-    report: ConversionReport, base: str, versions: dict[str, str], licence: str | None
-) -> list[Row]:
-    recipe = report.recipe
+def _rows(report: ConversionReport, moe: MoEConfig, licence: str | None) -> list[Row]:
+    method = moe.method
+    base = moe.base_model
+    if moe.source is not None:
+        base = f"{base}, {moe.source}"
     work = f"{report.macs / 1e6:.4g} M (dense {report.dense_macs / 1e6:.4g} M)"
     text = f"{report.calibration}, {report.tokens} tokens, seed {report.seed}"
-    made_with = [f"{name} {version}" for name, version in versions.items()]
+    made_with = [f"{name} {version}" for name, version in moe.versions.items()]
     return [
         ("Base model", base),
         ("Licence", licence or "as the base model's"),
-        ("Recipe", f"`{recipe['name']}`: {recipe['about']}"),
+        ("Method", f"`{method['name']}`: {method['about']}"),
         ("Layout", f"{report.layout}: {report.shape}"),
         ("Active FFN neurons", f"{report.active_ffn_fraction:.1%} per token"),
         ("Multiply-accumulates per token", work),

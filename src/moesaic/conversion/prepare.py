@@ -2,170 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moesaic.calibration.text import has_heldout_split, sample_windows, to_ids
+from moesaic.calibration.calibration_set import (
+    MOST_TOKENS,
+    CalibrationSet,
+    check_samples,
+)
+from moesaic.calibration.text import has_heldout_split, to_ids
+from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan, make_plans
 from moesaic.errors import MoesaicError
-from moesaic.families.load import context_of, load_config, load_tokenizer, resolve
-from moesaic.layout import Layout
-from moesaic.methods.recipe import Recipe
-from moesaic.output import draft as checkpoint
+from moesaic.families.load import (
+    context_of,
+    load_config,
+    load_tokenizer,
+    resolve,
+    window_length,
+)
+from moesaic.output.draft import check_output
 
-MOST_CALIBRATION_TOKENS = 2**24
+PAPER_SAMPLES = 8
+LEAST_FITTED_TOKENS = 32_768
+TOKENS_PER_NEURON = 12
+
+
+@dataclass(frozen=True)
+class ValidationText:
+    """Text that a conversion does not see: perplexities are measured on it."""
+
+    ids: torch.Tensor
+    name: str
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A conversion whose every input has been checked and read, but for the weights."""
 
+    options: ConvertOptions
     plans: list[Plan]  # of the layouts that could serve, the usual one first
     tokenizer: Any
-    windows_NL: torch.Tensor
-    heldout_ids: torch.Tensor | None
-    heldout: str | None
-    config: Any  # of the dense model
+    calibration: CalibrationSet
+    validation: ValidationText | None
+    length: int  # tokens of a window that perplexities are measured on
+
+    @property
+    def windows_NL(self) -> torch.Tensor:
+        return self.calibration.windows_NL
 
 
-def prepare(
-    model: Any,
-    recipe: str | Path | Recipe,
-    layout: str | Layout | None,
-    calibration: Any,
-    *,
-    sparsity: float | None = None,
-    grain: str = "medium",
-    tokenizer: Any = None,
-    output: Path | None = None,
-    samples: int | None = None,
-    sequence_length: int | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    resume: bool = False,
-    trust_remote_code: bool = False,
-    experts: Sequence[int] | None = None,
-    min_tokens: int | None = None,
-    dense_layers: Sequence[int] = (),
-) -> Prepared:
+def prepare(options: ConvertOptions) -> Prepared:
     """Checks all of a conversion's input and reads its text (`--dry-run` ends here).
 
     Raises MoesaicError for any bad input but broken weights; writes nothing.
     """
-    in_memory = not isinstance(model, str | Path)
-    if in_memory and getattr(model, "get_output_embeddings", lambda: None)() is None:
-        raise MoesaicError(
-            f"a {type(model).__name__} is no causal language model; load it with "
-            "AutoModelForCausalLM, or pass its folder"
-        )
-    if not in_memory:
-        resolve(model)
-    name = (
-        (model.config.name_or_path or type(model).__name__) if in_memory else str(model)
-    )
-    config = model.config if in_memory else load_config(model, trust_remote_code)
+    config = _read_config(options)
     plans = make_plans(
-        config,
-        name,
-        recipe,
-        layout,
-        sparsity,
-        grain,
-        sequence_length,
-        trust_remote_code,
-        experts,
-        min_tokens,
-        dense_layers,
+        config, options.model_name, options.method, options.budget, options.scope
     )
-    todo = plans[0]
+    if not options.method.saves:
+        raise MoesaicError(
+            f"method {options.method.name!r} is a reference that computes every neuron "
+            "to choose; no model can hold it. See it in moesaic compare"
+        )
+    length = window_length([config], options.sequence_length)
+    samples = options.samples
     if samples is None:
-        samples = usual_samples(todo)
-    if todo.recipe.router == "oracle":
+        samples = usual_samples(plans[0], length)
+    _check_numbers(samples, length, options.seed)
+    if options.output is not None:
+        check_output(options.output, options.overwrite, options.resume)
+    tokenizer = _tokenizer_of(options, config)
+    ids = to_ids(options.calibration, tokenizer)
+    ids, validation = hold_out(ids, options.calibration, tokenizer, length)
+    calibration = CalibrationSet.sample(ids, samples, length, options.seed)
+    context = context_of(config)
+    if calibration.length > context:
         raise MoesaicError(
-            f"recipe {todo.recipe.name!r} is a reference that computes every neuron to choose; no "
-            "model can hold it. See it in moesaic compare"
+            f"windows of {calibration.length} tokens exceed {context}, the context of "
+            f"{options.model_name}"
         )
-    if not isinstance(samples, int) or not isinstance(seed, int):
-        raise MoesaicError(
-            f"samples {samples!r} and seed {seed!r} must be whole numbers"
-        )
-    check_samples(samples, todo.sequence_length)
-    if not 0 <= seed < 2**31:
-        raise MoesaicError(f"seed {seed} is outside 0..{2**31 - 1}")
-    if output is not None:
-        checkpoint.check_output(output, overwrite, resume)
-    if tokenizer is None:
-        needed = isinstance(calibration, str | Path) and not in_memory
-        load = load_tokenizer if needed else _tokenizer_or_none
-        tokenizer = load(config.name_or_path if in_memory else model, trust_remote_code)
-    ids = to_ids(calibration, tokenizer)
-    ids, heldout_ids, heldout = hold_out(
-        ids, calibration, tokenizer, todo.sequence_length
-    )
-    windows_NL = sample_windows(ids, samples, todo.sequence_length, seed)
-    if windows_NL.shape[1] > context_of(config):
-        raise MoesaicError(
-            f"windows of {windows_NL.shape[1]} tokens exceed {context_of(config)}, the context of "
-            f"{name}"
-        )
-    return Prepared(plans, tokenizer, windows_NL, heldout_ids, heldout, config)
+    return Prepared(options, plans, tokenizer, calibration, validation, length)
 
 
-def check_samples(samples: int, length: int) -> None:
-    """Raises MoesaicError for no calibration windows, or more than are profiled."""
-    if samples < 1:
-        raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
-    if samples * length > MOST_CALIBRATION_TOKENS:
-        raise MoesaicError(
-            f"{samples} samples of {length} are over {MOST_CALIBRATION_TOKENS:,} tokens, the most "
-            "that are profiled; take fewer --samples"
-        )
+def usual_samples(plan: Plan, length: int) -> int:
+    """The paper's 8 windows; where weights are fitted, 12 tokens a neuron.
 
-
-def usual_samples(plan: Plan) -> int:
-    """The paper's 8 windows; where weights are fitted, 12 tokens a neuron and at least 32,768.
-
-    Of an expert's tokens, on average, in a model that is a mixture already.
+    At least 32,768 tokens then; and of an expert's tokens, on average, in a model that
+    is a mixture already.
     """
-    moe = plan.config.moesaic
-    spread = moe["num_outer"] / moe["outer_active"] if "num_outer" in moe else 1
-    if not plan.recipe.fits:
-        return 8
-    needed = min(12 * plan.sizes.total * spread, MOST_CALIBRATION_TOKENS // 2)
-    return max(8, -(-max(32_768, int(needed)) // plan.sequence_length))
+    if not getattr(plan.method, "fits_weights", False):
+        return PAPER_SAMPLES
+    outer = plan.moe.outer
+    spread = 1.0 if outer is None else outer.num_experts / outer.num_active
+    neurons = plan.sizes.total * spread
+    needed = int(min(TOKENS_PER_NEURON * neurons, MOST_TOKENS // 2))
+    return max(PAPER_SAMPLES, -(-max(LEAST_FITTED_TOKENS, needed) // length))
 
 
 def hold_out(
-    ids: torch.Tensor, calibration: Any, tokenizer: Any, length: int
-) -> tuple[torch.Tensor, torch.Tensor | None, str | None]:
-    """Text for the card's perplexities: the source's own split, or the last tenth of the tokens."""
-    if has_heldout_split(calibration):
-        return (
-            ids,
-            to_ids(calibration, tokenizer, heldout=True),
-            f"{calibration}, held-out split",
-        )
+    ids: torch.Tensor, source: Any, tokenizer: Any, length: int
+) -> tuple[torch.Tensor, ValidationText | None]:
+    """The ids to calibrate or train on, and text apart from them, if there is enough.
+
+    That is the source's own split, or the last tenth of the tokens.
+    """
+    if has_heldout_split(source):
+        apart = to_ids(source, tokenizer, heldout=True)
+        return ids, ValidationText(apart, f"{source}, held-out split")
     if ids.ndim != 1 or len(ids) < 10 * length:
-        return ids, None, None
+        return ids, None
     cut = len(ids) - len(ids) // 10
-    return ids[:cut], ids[cut:], f"last tenth of {source_name(calibration)}"
+    name = f"last tenth of {source_name(source)}"
+    return ids[:cut], ValidationText(ids[cut:], name)
 
 
 def source_name(calibration: Any) -> str:
     """What reports call a calibration source."""
-    if isinstance(calibration, str | Path):
-        return (
-            Path(calibration).name if Path(calibration).exists() else str(calibration)
+    if not isinstance(calibration, str | Path):
+        return f"a {type(calibration).__name__} in memory"
+    path = Path(calibration)
+    return path.name if path.exists() else str(calibration)
+
+
+def _read_config(options: ConvertOptions) -> Any:
+    if not options.in_memory:
+        resolve(options.model)
+        return load_config(options.model, options.trust_remote_code)
+    head = getattr(options.model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise MoesaicError(
+            f"a {type(options.model).__name__} is no causal language model; load it "
+            "with AutoModelForCausalLM, or pass its folder"
         )
-    return f"a {type(calibration).__name__} in memory"
+    return options.model.config
 
 
-def _tokenizer_or_none(name: str | Path, trust_remote_code: bool) -> Any:
+def _check_numbers(samples: int, length: int, seed: int) -> None:
+    if not isinstance(samples, int) or not isinstance(seed, int):
+        raise MoesaicError(
+            f"samples {samples!r} and seed {seed!r} must be whole numbers"
+        )
+    check_samples(samples, length)
+    if not 0 <= seed < 2**31:
+        raise MoesaicError(f"seed {seed} is outside 0..{2**31 - 1}")
+
+
+def _tokenizer_of(options: ConvertOptions, config: Any) -> Any:
+    """The tokenizer given, or the model's; None where none is needed and none found."""
+    if options.tokenizer is not None:
+        return options.tokenizer
+    name = config.name_or_path if options.in_memory else options.model
+    needed = isinstance(options.calibration, str | Path) and not options.in_memory
+    if needed:
+        return load_tokenizer(name, options.trust_remote_code)
     try:
-        return load_tokenizer(name, trust_remote_code) if name else None
+        return load_tokenizer(name, options.trust_remote_code) if name else None
     except MoesaicError:
         return None

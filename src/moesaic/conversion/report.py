@@ -13,7 +13,7 @@ class ConversionReport:
     """What was done and what it cost. Perplexities are None where nothing was held out."""
 
     model: str
-    recipe: dict[str, Any]
+    method: dict[str, Any]  # name, about, settings
     layout: str
     shape: str
     calibration: str
@@ -23,14 +23,11 @@ class ConversionReport:
     active_ffn_fraction: float
     dense_macs: float  # per token
     macs: float
+    unit: str = "experts"  # or neurons, where each is an expert
     dense_perplexity: float | None = None
     perplexity: float | None = None
-    budgets: list[int] = field(
-        default_factory=list
-    )  # experts per token by layer, if they differ
-    search: dict[str, float] = field(
-        default_factory=dict
-    )  # layer error or ratio per layout
+    budgets: list[int] = field(default_factory=list)  # by layer, if they differ
+    search: dict[str, float] = field(default_factory=dict)  # error or ratio per layout
     heldout: str | None = None
     heldout_tokens: int = 0
     seconds: float = 0.0
@@ -39,9 +36,9 @@ class ConversionReport:
 
     def to_dict(self, timing: bool = True) -> dict[str, Any]:
         """As plain data; without `timing` two equal runs give equal bytes."""
-        values = asdict(self) | {
-            "layers": [layer.to_dict(timing) for layer in self.layers]
-        }
+        values = asdict(self)
+        values["layers"] = [layer.to_dict(timing) for layer in self.layers]
         if not timing:
-            del values["seconds"], values["step_seconds"]
+            del values["seconds"]
+            del values["step_seconds"]
         return values

@@ -10,7 +10,7 @@ import torch
 from moesaic.calibration.text import to_ids
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
-from moesaic.evaluate.work import active_ffn_fraction
+from moesaic.evaluate.work import active_ffn_fraction, is_converted
 from moesaic.families.load import load_config, load_model, load_tokenizer, window_length
 
 
@@ -37,7 +37,7 @@ def evaluate(
     configs = [load_config(name, trust_remote_code) for name in names]
     length = window_length(configs, sequence_length)
     if text is None:
-        base = getattr(configs[0], "moesaic", {}).get("base_model", model)
+        base = configs[0].moesaic.base_model if is_converted(configs[0]) else model
         text = ["demo" if base == "demo" else "wikitext2"]
     if max_tokens is not None and max_tokens < 2:
         raise MoesaicError(

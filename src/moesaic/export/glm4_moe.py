@@ -19,8 +19,10 @@ from moesaic.export.stock import (
     common_state,
     dense_layers,
     shared_weights,
+    sizes_of,
     sliding_layers,
 )
+from moesaic.modeling import Sizes
 
 NARROWEST = 32  # dimensions of a head
 
@@ -39,7 +41,7 @@ def supports(config: Any) -> list[str]:
             f"its layers {', '.join(map(str, dense))} are dense, in glm4_moe the first ones only; "
             "qwen2_moe may fit"
         )
-    if config.moesaic["num_routed"] == 1:
+    if config.moesaic.sizes[0].num_routed == 1:
         reasons.append("it has one routed expert, glm4_moe at least two")
     return reasons
 
@@ -66,7 +68,8 @@ def route(
 
 
 def stock_config(config: Any, dtype: torch.dtype) -> Glm4MoeConfig:
-    moe, common = config.moesaic, common_config(config, dtype)
+    sizes = sizes_of(config)
+    common = common_config(config, dtype)
     own, written = _head_dims(config)
     if own != written:  # the same dimensions are rotated, by the same angles
         part = int(own * common["partial_rotary_factor"]) / written
@@ -76,11 +79,11 @@ def stock_config(config: Any, dtype: torch.dtype) -> Glm4MoeConfig:
         **common,
         attention_bias=config.base_model_type == "qwen2",
         use_qk_norm=config.base_model_type == "qwen3",
-        moe_intermediate_size=moe["padded_size"],
-        n_routed_experts=moe["num_routed"],
-        n_shared_experts=_shared_experts(moe),
-        num_experts_per_tok=moe["num_active"],
-        routed_scaling_factor=float(moe["num_active"]),
+        moe_intermediate_size=sizes.padded,
+        n_routed_experts=sizes.num_routed,
+        n_shared_experts=_shared_experts(sizes),
+        num_experts_per_tok=sizes.num_active,
+        routed_scaling_factor=float(sizes.num_active),
         norm_topk_prob=True,
         n_group=1,
         topk_group=1,
@@ -96,8 +99,9 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
     if own != written:
         state |= {name: _wider(name, w, own, written) for name, w in state.items()}
     moe = model.config.moesaic
-    size = _shared_experts(moe) * moe["padded_size"]
-    for layer, block, factor in zip(moe["layers"], blocks(model), factors, strict=True):
+    sizes = sizes_of(model.config)
+    size = _shared_experts(sizes) * sizes.padded
+    for layer, block, factor in zip(moe.layers, blocks(model), factors, strict=True):
         router, experts, place = (
             block.router,
             block.experts,
@@ -138,6 +142,6 @@ def _wider(name: str, weight: torch.Tensor, own: int, written: int) -> torch.Ten
     return pad(weight_HWD, (0, 0, 0, written - own)).reshape(-1, *weight.shape[1:])
 
 
-def _shared_experts(moe: dict[str, int]) -> int:
+def _shared_experts(sizes: Sizes) -> int:
     """Shared experts have the routed ones' width here: as many as hold our shared neurons."""
-    return max(1, -(-moe["shared_size"] // moe["padded_size"]))
+    return max(1, -(-sizes.shared // sizes.padded))

@@ -10,9 +10,9 @@ from moesaic.output.model_card import Row, build_card, front_matter
 
 def export_card(report: Any, config: Any, licence: str | None) -> str:
     """README.md of an exported model."""
-    base: str = config.moesaic["base_model"]
-    layout: str = config.moesaic["layout"]
-    recipe: dict[str, Any] = config.moesaic["recipe"]
+    base: str = config.moesaic.base_model
+    layout: str = config.moesaic.layout
+    method: dict[str, Any] = config.moesaic.method
 
     title = f"{Path(base).name}, {layout}, as {report.architecture}"
     summary = (
@@ -24,7 +24,7 @@ def export_card(report: Any, config: Any, licence: str | None) -> str:
         ("Licence", licence or "as the base model's"),
         ("Architecture", f"{report.architecture}, without code of its own"),
         ("Layout", layout),
-        ("Recipe", f"`{recipe['name']}`: {recipe['about']}"),
+        ("Method", f"`{method['name']}`: {method['about']}"),
     ]
     rows += _scale_rows(report.scales)
     if report.comparison is not None:

@@ -17,8 +17,10 @@ from moesaic.export.stock import (
     common_state,
     dense_layers,
     shared_weights,
+    sizes_of,
     sliding_layers,
 )
+from moesaic.modeling import Sizes
 
 
 def supports(config: Any) -> list[str]:
@@ -60,7 +62,8 @@ def route(
 
 
 def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
-    moe, slides = config.moesaic, sliding_layers(config)
+    sizes = sizes_of(config)
+    slides = sliding_layers(config)
     return Qwen2MoeConfig(
         **common_config(config, dtype),
         qkv_bias=True,  # vLLM's always has them: zeros where the model has none
@@ -69,10 +72,10 @@ def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
         layer_types=[
             "sliding_attention" if slide else "full_attention" for slide in slides
         ],
-        moe_intermediate_size=moe["padded_size"],
-        shared_expert_intermediate_size=_shared_size(moe),
-        num_experts=moe["num_routed"],
-        num_experts_per_tok=moe["num_active"],
+        moe_intermediate_size=sizes.padded,
+        shared_expert_intermediate_size=_shared_size(sizes),
+        num_experts=sizes.num_routed,
+        num_experts_per_tok=sizes.num_active,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=dense_layers(config),
@@ -92,7 +95,8 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
                 name.replace("weight", "bias"), weight.new_zeros(len(weight))
             )
     moe = model.config.moesaic
-    for layer, block, factor in zip(moe["layers"], blocks(model), factors, strict=True):
+    sizes = sizes_of(model.config)
+    for layer, block, factor in zip(moe.layers, blocks(model), factors, strict=True):
         router, experts, place = (
             block.router,
             block.experts,
@@ -100,8 +104,8 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
         )
         state[f"{place}gate.weight"] = router.score_proj.weight * factor
         state[f"{place}experts.gate_up_proj"] = experts.gate_up_proj
-        state[f"{place}experts.down_proj"] = experts.down_proj * moe["num_active"]
-        for name, weight in shared_weights(block, _shared_size(moe)).items():
+        state[f"{place}experts.down_proj"] = experts.down_proj * sizes.num_active
+        for name, weight in shared_weights(block, _shared_size(sizes)).items():
             scaled = weight * 2 if name == "down_proj.weight" else weight
             state[f"{place}shared_expert.{name}"] = scaled
         hidden = experts.down_proj.shape[1]
@@ -111,6 +115,6 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
     return state
 
 
-def _shared_size(moe: dict[str, int]) -> int:
+def _shared_size(sizes: Sizes) -> int:
     """In whole multiples of 8, as the experts; neurons of zero where there are none."""
-    return max(8, -(-moe["shared_size"] // 8) * 8)
+    return max(8, -(-sizes.shared // 8) * 8)

@@ -19,7 +19,7 @@ from moesaic.errors import MoesaicError, unknown
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe
 from moesaic.export.model_card import export_card
 from moesaic.export.scale import Scale, choose_scale
-from moesaic.export.stock import blocks, check_converted_model
+from moesaic.export.stock import blocks, check_converted_model, sizes_of
 from moesaic.export.verify import Comparison, compare_models, router_inputs
 from moesaic.families.load import (
     load_config,
@@ -140,7 +140,7 @@ def export(
             x_TD,
             block.router.score_proj.weight,
             block.router.selection_bias,
-            config.moesaic["num_active"],
+            sizes_of(config).num_active,
             route,
             epsilon,
         )
@@ -196,7 +196,7 @@ def export(
             (part / "README.md").write_text(
                 export_card(report, config, licence_of(resolve(model))), "utf-8"
             )
-            found = {"moesaic": config.moesaic} | report.to_dict()
+            found = {"moesaic": config.moesaic.to_dict()} | report.to_dict()
             del found["output"]  # a path of this machine
             text = json.dumps(found, indent=2)
             (part / "moesaic_export.json").write_text(text + "\n", "utf-8")

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from moesaic.errors import MoesaicError
+from moesaic.modeling import MoEConfig, Sizes
 
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 _OTHER_ROUTER = (
-    "convert with --recipe moesaic, or serve this model as it is through transformers or vLLM's "
+    "convert with --method moesaic, or serve this model as it is through transformers or vLLM's "
     "Transformers backend (docs/serving.md)"
 )
 
@@ -30,47 +31,60 @@ def check_converted_model(config: Any, name: str) -> None:
 
 def common_reasons(config: Any) -> list[str]:
     """Why no stock MoE architecture can hold a converted model; empty where one may."""
-    moe, family = config.moesaic, config.base_model_type
-    if "num_outer" in moe:
+    moe: MoEConfig = config.moesaic
+    family = config.base_model_type
+    if moe.outer is not None:
         return [
-            "it routes twice, inside the experts that its own router chose; stock layers route "
-            "once (docs/deviations.md)"
+            "it routes twice, inside the experts that its own router chose; stock "
+            "layers route once (docs/deviations.md)"
         ]
-    router, ffn = moe["router"], moe["ffn"]
-    kind = router["kind"]
-    checks = (
-        (
-            family not in FAMILIES,
-            f"its family {family} has other layers than Llama's; {', '.join(FAMILIES)} fit",
-        ),
-        (
-            moe["num_routed"] == 0,
-            f"recipe {moe['recipe']['name']} left no experts: the model is a smaller dense one",
-        ),
-        (
-            moe["num_routed"] > 0 and kind != "linear",
-            f"its router is {kind}, stock ones are a matrix; {_OTHER_ROUTER}",
-        ),
-        (
-            moe["num_routed"] > 0 and router["gating"] != "topk",
-            f"its tokens run different numbers of experts, stock ones the same; {_OTHER_ROUTER}",
-        ),
-        (
-            moe["output_bias"] or ffn["bias"],
-            "its FFN has biases, stock MoE layers have none; convert with intercept: false where "
-            "they come from the repair",
-        ),
-        (not ffn["gated"], "its FFN has no gate projection, stock experts have one"),
-        (
-            ffn["gated"] and ffn["activation"] not in ("silu", "swish"),
-            f"its FFN computes {ffn['activation']}, the engines' experts silu",
-        ),
-        (
-            family != "qwen2" and bool(getattr(config, "attention_bias", False)),
-            "its attention output has a bias",
-        ),
-    )
-    return [reason for wrong, reason in checks if wrong]
+    reasons = []
+    if family not in FAMILIES:
+        reasons.append(
+            f"its family {family} has other layers than Llama's; "
+            f"{', '.join(FAMILIES)} fit"
+        )
+    reasons += _router_reasons(moe)
+    if moe.block.output_bias or moe.block.bias:
+        reasons.append(
+            "its FFN has biases, stock MoE layers have none; convert with "
+            "intercept=false where they come from the repair"
+        )
+    if not moe.block.gated:
+        reasons.append("its FFN has no gate projection, stock experts have one")
+    elif moe.block.activation not in ("silu", "swish"):
+        reasons.append(
+            f"its FFN computes {moe.block.activation}, the engines' experts silu"
+        )
+    if family != "qwen2" and bool(getattr(config, "attention_bias", False)):
+        reasons.append("its attention output has a bias")
+    return reasons
+
+
+def _router_reasons(moe: MoEConfig) -> list[str]:
+    router = moe.router
+    if router is None:
+        return [f"method {moe.name} left no experts: the model is a smaller dense one"]
+    reasons = []
+    if not router.is_matrix:
+        reasons.append(
+            f"its router is {router.kind}, stock ones are a matrix; {_OTHER_ROUTER}"
+        )
+    if not router.fixed_count:
+        reasons.append(
+            "its tokens run different numbers of experts, stock ones the same; "
+            f"{_OTHER_ROUTER}"
+        )
+    elif moe.uniform_sizes is None:
+        reasons.append(f"its layers run different numbers of experts; {_OTHER_ROUTER}")
+    return reasons
+
+
+def sizes_of(config: Any) -> Sizes:
+    """The sizes that all layers share, of a model that a stock architecture can hold."""
+    sizes: Sizes | None = config.moesaic.uniform_sizes
+    assert sizes is not None
+    return sizes
 
 
 def sliding_layers(config: Any) -> list[bool]:
@@ -121,8 +135,8 @@ def common_state(model: Any) -> dict[str, torch.Tensor]:
     """
     config = model.config
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-    path = prefix + config.moesaic["ffn"]["path"] + "."
-    converted = tuple(path.format(layer) for layer in config.moesaic["layers"])
+    path = prefix + config.moesaic.path + "."
+    converted = tuple(path.format(layer) for layer in config.moesaic.layers)
     state = {}
     for name, tensor in model.state_dict().items():
         if name.startswith(converted):
@@ -149,7 +163,7 @@ def common_state(model: Any) -> dict[str, torch.Tensor]:
 
 def dense_layers(config: Any) -> list[int]:
     """The layers that a conversion has left as they were."""
-    converted = set(config.moesaic["layers"])
+    converted = set(config.moesaic.layers)
     return [
         layer for layer in range(config.num_hidden_layers) if layer not in converted
     ]
@@ -158,10 +172,8 @@ def dense_layers(config: Any) -> list[int]:
 def blocks(model: Any) -> list[Any]:
     """The MoE block of every converted layer."""
     base = getattr(model, model.base_model_prefix)
-    moe = model.config.moesaic
-    return [
-        base.get_submodule(moe["ffn"]["path"].format(layer)) for layer in moe["layers"]
-    ]
+    moe: MoEConfig = model.config.moesaic
+    return [base.get_submodule(moe.replacement_path(layer)) for layer in moe.layers]
 
 
 def shared_weights(block: Any, size: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.export.scale import chosen
-from moesaic.export.stock import blocks
+from moesaic.export.stock import blocks, sizes_of
 
 SAMPLES = 8  # windows whose logits are compared
 
@@ -43,8 +43,9 @@ def compare_models(
     if not len(windows_NL):
         windows_NL = ids[None]
     moe = model.config.moesaic
+    sizes = sizes_of(model.config)
     layers = blocks(model)
-    stock_layers = [stock.model.layers[layer] for layer in moe["layers"]]
+    stock_layers = [stock.model.layers[layer] for layer in moe.layers]
     largest, total, energy = 0.0, 0.0, 0.0
     differ = torch.zeros(len(layers), dtype=torch.float64)
     for window_L in windows_NL:
@@ -61,9 +62,9 @@ def compare_models(
         for layer, ((_, (own_TK, _)), (_, output)) in enumerate(
             zip(own, routed, strict=True)
         ):
-            own_TR = chosen(own_TK, moe["num_routed"])
+            own_TR = chosen(own_TK, sizes.num_routed)
             differ[layer] += (
-                (own_TR != chosen(output[2], moe["num_routed"])).any(1).sum().item()
+                (own_TR != chosen(output[2], sizes.num_routed)).any(1).sum().item()
             )
     tokens = windows_NL.numel()
     rms = max((energy / tokens) ** 0.5, 1e-30)

@@ -15,20 +15,11 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import moesaic.modeling  # noqa: F401 - registers our architecture with transformers
 from moesaic.demo import demo_path
 from moesaic.errors import MoesaicError, unknown
 from moesaic.families.gguf_header import read_header
-from moesaic.layout import Layout
+from moesaic.modeling import ConfigError, MoEConfig
 
-KINDS = (
-    "representative",
-    "random",
-    "linear",
-    "quadratic",
-    "gates",
-    "none",
-)  # of routers
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 DTYPES = {
     "auto": "auto",
@@ -152,6 +143,8 @@ def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
             config = AutoConfig.from_pretrained(
                 place, trust_remote_code=trust_remote_code, **options
             )
+    except ConfigError as error:
+        raise _config_error(model, error) from error
     except Exception as error:  # transformers raises many kinds for odd values
         family = _model_type(Path(where))
         if family is not None and family not in CONFIG_MAPPING:
@@ -191,112 +184,22 @@ def _clear_gguf_marks(config: Any, where: str) -> None:
 
 
 def check_converted(config: Any, model: str) -> None:
-    """Raises MoesaicError where a converted model's configuration contradicts itself."""
+    """Raises MoesaicError where a converted model's configuration is damaged.
+
+    Or contradicts itself, or is of an older form.
+    """
+    moe = config.moesaic
+    depth = config.get_text_config().num_hidden_layers
     try:
-        moe = config.moesaic
-        layout, routed = (
-            Layout.parse(moe["layout"]),
-            moe["recipe"]["grouping"] != "none",
-        )
-        depth = config.get_text_config().num_hidden_layers
-        wrong = [] if moe["num_shared"] == layout.num_shared else ["num_shared"]
-        wrong += _wrong_sizes(moe, layout, routed)
-        if "num_outer" in moe:
-            wrong += _wrong_outer(moe, depth)
-            if "beside" in moe:
-                moe["beside"]["path"].format(0)
-                wrong += [
-                    f"beside {key}"
-                    for key in _wrong_sizes(moe["beside"], layout, routed)
-                ]
-        elif not moe["layers"] or moe["layers"] != sorted(
-            set(moe["layers"]) & set(range(depth))
-        ):
-            wrong.append("layers")
-        if "budgets" in moe and (
-            "num_outer" in moe
-            or moe["router"]["gating"] != "threshold"
-            or len(moe["budgets"]) != len(moe["layers"])
-            or sum(moe["budgets"]) != moe["num_active"] * len(moe["layers"])
-            or not all(
-                type(k) is int and 1 <= k <= moe["num_routed"] for k in moe["budgets"]
-            )
-        ):
-            wrong.append("budgets")
-        ffn = moe["ffn"]
-        if (
-            moe["router"]["kind"] == "gates"
-        ):  # experts of one neuron, and nothing beside them
-            alone = (moe["expert_size"], moe["shared_size"], moe["dropped"]) == (
-                1,
-                0,
-                0,
-            )
-            wrong += (
-                []
-                if alone and ffn["gated"] and "num_outer" not in moe
-                else ["router kind"]
-            )
-        ffn["path"].format(0), [path.format(0) for path in ffn["identities"]]
-        wrong += [key for key in ("gated", "bias") if type(ffn[key]) is not bool]
-        wrong += [] if type(moe["output_bias"]) is bool else ["output_bias"]
-        wrong += _wrong_router(moe["router"], config.hidden_size)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise MoesaicError(
-            f"the config.json of {model} is damaged ({error!r})"
-        ) from error
-    if wrong:
-        raise MoesaicError(
-            f"the config.json of {model} contradicts itself: {wrong[0]} does not fit the layout "
-            f"{layout}"
-        )
+        if not isinstance(moe, MoEConfig):  # read by code that came with the model
+            moe = MoEConfig.from_dict(moe)
+        moe.check(config.get_text_config().hidden_size, depth)
+    except ConfigError as error:
+        raise _config_error(model, error) from error
 
 
-def _wrong_sizes(moe: dict[str, Any], layout: Layout, routed: bool) -> list[str]:
-    """Keys of one FFN's sizes that the layout does not give."""
-    total = moe["shared_size"] + moe["num_routed"] * moe["expert_size"] + moe["dropped"]
-    sizes, alone = layout.sizes(total), moe.get("router", {}).get("kind") == "gates"
-    expected = {
-        "num_routed": sizes.num_routed if routed else 0,
-        "num_active": sizes.num_active if routed else 0,
-        "shared_size": sizes.shared if routed else sizes.active,
-        "expert_size": sizes.expert,
-        "padded_size": sizes.expert if alone else -(-sizes.expert // 8) * 8,
-        "dropped": 0 if routed else total - sizes.active,
-    }
-    return [key for key, value in expected.items() if moe[key] != value]
-
-
-def _wrong_outer(moe: dict[str, Any], depth: int) -> list[str]:
-    """Keys of a converted mixture's configuration whose values make no sense."""
-    outer, active, layers = moe["num_outer"], moe["outer_active"], moe["layers"]
-    numbers = {str(layer) for layer in layers}
-    right = {
-        "num_outer": type(outer) is int and outer >= 1,
-        "outer_active": type(active) is int and 1 <= active <= outer,
-        "layers": layers == sorted(set(layers)) and set(layers) <= set(range(depth)),
-        "mixtures": len(layers) <= moe["mixtures"] <= depth,
-        "whole": all(
-            key in numbers
-            and kept == sorted(set(kept))
-            and set(kept) <= set(range(outer))
-            for key, kept in moe["whole"].items()
-        ),
-    }
-    return [key for key, fits in right.items() if not fits]
-
-
-def _wrong_router(router: dict[str, Any], hidden_size: int) -> list[str]:
-    """Keys of a router's configuration whose values make no sense."""
-    cap, directions = router["cap"], router["features"]
-    right = {
-        "kind": router["kind"] in KINDS,
-        "absolute": type(router["absolute"]) is bool,
-        "gating": router["gating"] in ("topk", "threshold"),
-        "features": type(directions) is int and 0 <= directions <= hidden_size,
-        "cap": cap is None or (type(cap) is int and cap >= 1),
-    }
-    return [f"router {key}" for key, fits in right.items() if not fits]
+def _config_error(model: str | Path, error: ConfigError) -> MoesaicError:
+    return MoesaicError(f"the config.json of {model} {error}")
 
 
 def _check_index(folder: Path) -> None:
@@ -515,7 +418,7 @@ def source_of(model: Any) -> str | None:
 
 def base_model_of(config: Any) -> str:
     """What a converted model's configuration calls the dense model."""
-    return str(config.moesaic["base_model"])
+    return str(config.moesaic.base_model)
 
 
 def dense_of(model: str | Path, config: Any) -> str | None:

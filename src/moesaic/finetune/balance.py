@@ -80,7 +80,7 @@ def moved(
 def selection_values(router: Any, *args: torch.Tensor) -> torch.Tensor:
     """What the bias is added to (T, R), or (P, R), for what a router is called with."""
     score_TR: torch.Tensor = router.scores(*args[:2])
-    return score_TR.softmax(-1) if router.by_probability else score_TR
+    return score_TR.softmax(-1) if router.ranks_by_probability else score_TR
 
 
 def chosen(
@@ -258,7 +258,7 @@ def refit_thresholds(model: Any, windows_NL: torch.Tensor) -> None:
     One forward pass over all windows at once, in which every layer's thresholds are set before its
     experts run, so that later layers see them.
     """
-    routers = [router for router in routers_of(model) if router.gating == "threshold"]
+    routers = [router for router in routers_of(model) if router.chooser == "threshold"]
 
     def refit(layer: int, router: Any, args: Any) -> None:
         score_TR, bias = router.scores(*args[:2]), router.selection_bias

@@ -61,7 +61,7 @@ class Teacher:
             for block in blocks_of(student):
                 block.register_forward_hook(self._keep(self.outputs))
             ffns = find_ffns(dense)
-            for layer in student.config.moesaic["layers"]:
+            for layer in student.config.moesaic.layers:
                 ffns.last_module(layer).register_forward_hook(self._keep(self.targets))
 
     def _keep(self, kept: list[torch.Tensor]) -> Any:

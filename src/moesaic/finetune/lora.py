@@ -14,51 +14,59 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from moesaic.evaluate.work import is_converted
 from moesaic.modeling import (
-    MoesaicBlock,
     MoesaicExperts,
-    MoesaicHierarchy,
-    MoesaicNeurons,
+    MoesaicQuadraticRouter,
+    MoesaicReplacement,
 )
 
 NAME = "default"  # of the adapter
-# Of a router that multiplies products of directions: at the rate of LoRA its scores move
-# too far in a step of Adam (docs/log.md, 2026-11-21).
-PRODUCTS_SHARE = 0.1
 # The LoRA weights of R experts add up like one of R times the rank: steps that agree want the same
 # rate as elsewhere, noise one lower by the square root of R. Between the two by measurement.
 ROOT = 0.25
 
 
+def replacements_of(model: Any) -> dict[str, MoesaicReplacement]:
+    """What stands in for FFNs, by path; wrapped by PEFT or not."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, MoesaicReplacement)
+    }
+
+
 def blocks_of(model: Any) -> list[Any]:
-    """The MoE block of every layer, wrapped by PEFT or not; in a mixture that of its experts."""
-    kind = MoesaicHierarchy if is_mixture(model) else MoesaicBlock
-    return [module for module in model.modules() if isinstance(module, kind)]
+    """The replacement of every layer's FFN; in a mixture that of its experts."""
+    found = replacements_of(model).values()
+    if not is_mixture(model):
+        return list(found)
+    # A mixture's own shared expert is replaced by what could be stacked.
+    return [module for module in found if module.stacked is None]
 
 
 def is_mixture(model: Any) -> bool:
     """Whether the model was a mixture before it was converted."""
-    return "num_outer" in getattr(model.config, "moesaic", {})
+    return is_converted(model.config) and model.config.moesaic.outer is not None
 
 
 def routers_of(model: Any) -> list[Any]:
-    """The routers of all MoE blocks, shared experts' too: with PEFT the trained copies."""
+    """The routers that count loads, shared experts' too: with PEFT the trained copies."""
     return list(named_routers(model).values())
 
 
 def named_routers(model: Any) -> dict[str, Any]:
     """`routers_of` by their layers' numbers."""
-    found = {}
-    for path, block in model.named_modules():
-        if (
-            isinstance(block, MoesaicBlock | MoesaicHierarchy)
-            and block.router is not None
-        ):
-            layer = next(part for part in path.split(".") if part.isdigit())
-            beside = is_mixture(model) and isinstance(block, MoesaicBlock)
-            name = f"{layer}, shared expert" if beside else layer
-            found[name] = active_copy(block.router)
-    return found
+    by_name = {}
+    for path, module in replacements_of(model).items():
+        layer = next(part for part in path.split(".") if part.isdigit())
+        shared = is_mixture(model) and module.stacked is not None
+        name = f"{layer}, shared expert" if shared else layer
+        for router in module.router_modules().values():
+            active = active_copy(router)
+            if active.counts_loads:
+                by_name[name] = active
+    return by_name
 
 
 def active_copy(router: Any) -> Any:
@@ -68,9 +76,13 @@ def active_copy(router: Any) -> Any:
 
 
 def neuron_routers_of(model: Any) -> list[Any]:
-    """The routers of blocks each of whose neurons is an expert; they count no loads."""
-    alone = [module for module in model.modules() if isinstance(module, MoesaicNeurons)]
-    return [active_copy(neurons.router) for neurons in alone]
+    """The routers of single neurons, which count no loads."""
+    routers = [
+        active_copy(router)
+        for module in replacements_of(model).values()
+        for router in module.router_modules().values()
+    ]
+    return [router for router in routers if not router.counts_loads]
 
 
 def targets(model: Any) -> tuple[list[str], list[str]]:
@@ -97,14 +109,12 @@ def targets(model: Any) -> tuple[list[str], list[str]]:
 
 def trained_routers(model: Any) -> list[str]:
     """Ends of the names of our routers, by which they differ from a mixture's own."""
-    return sorted(
-        {
-            f"{'.'.join(path.split('.')[-1:])}.router"
-            for path, block in model.named_modules()
-            if isinstance(block, MoesaicBlock | MoesaicHierarchy | MoesaicNeurons)
-            and block.router is not None
-        }
-    )
+    ends = {
+        f"{path.split('.')[-1]}.{name}"
+        for path, module in replacements_of(model).items()
+        for name in module.router_modules()
+    }
+    return sorted(ends)
 
 
 def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
@@ -149,36 +159,47 @@ def freeze(wrapped: Any, freeze_router: bool) -> None:
 
 def learning_rates(model: Any, lora_lr: float, scale_lr: float) -> dict[str, float]:
     """Of every kind of trained weight; some kinds may not be there."""
-    routed = getattr(model.config, "moesaic", {}).get("num_routed", 0)
-    return {
+    routed = 0
+    if is_converted(model.config):
+        routed = model.config.moesaic.sizes[0].num_routed
+    rates = {
         "LoRA, routers": lora_lr,
         "LoRA of routed experts": lora_lr / max(routed, 1) ** ROOT,
         "expert_scale": scale_lr,
-        "routers with products": PRODUCTS_SHARE * lora_lr,
     }
+    slow = MoesaicQuadraticRouter.rate_share * lora_lr
+    return rates | {"routers with products": slow}
 
 
 def parameter_groups(
     model: Any, lora_lr: float, scale_lr: float
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups: one for each of `learning_rates` that has weights to train."""
-    experts, slow = set(), set()
+    """The optimizer's groups: one for each of `learning_rates` that trains weights."""
+    experts = set()
     for name, module in model.named_modules():
         if name.endswith(".experts") and hasattr(module, "lora_A"):
             experts |= {id(parameter) for parameter in module.parameters()}
-    for router in routers_of(model):
-        if router.feature_proj is not None:
-            slow |= {id(parameter) for parameter in router.parameters()}
+    slow = {
+        id(parameter)
+        for router in routers_of(model)
+        if router.rate_share != 1
+        for parameter in router.parameters()
+    }
     rates = learning_rates(model, lora_lr, scale_lr)
     groups: list[dict[str, Any]] = [
         {"params": [], "lr": rate} for rate in rates.values()
     ]
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            place = 1 if id(parameter) in experts else 3 if id(parameter) in slow else 0
-            groups[2 if name.endswith("expert_scale") else place]["params"].append(
-                parameter
-            )
+        if not parameter.requires_grad:
+            continue
+        place = 0
+        if name.endswith("expert_scale"):
+            place = 2
+        elif id(parameter) in experts:
+            place = 1
+        elif id(parameter) in slow:
+            place = 3
+        groups[place]["params"].append(parameter)
     return [group for group in groups if group["params"]]
 
 

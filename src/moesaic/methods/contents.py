@@ -30,7 +30,7 @@ class Description:
 _EVERYWHERE = "transformers, vLLM, llama.cpp"
 _OURS = "transformers and vLLM, with our architecture"
 
-CONTENTS = {
+METHODS = {
     row.name: row
     for row in (
         Description(

@@ -1,41 +1,78 @@
-"""The converted model's architecture, registered with transformers' Auto classes (leaf)."""
+"""The converted model's architecture, registered with transformers' Auto classes (leaf).
+
+Table of contents: `moe_config` types of config.json; `configuration` a family's class;
+`projections`, `routers`, `experts` the parts; `replacement` what stands in for a module,
+`block` for an FFN, `neurons` for an FFN neuron by neuron, `hierarchy` for the experts of
+a mixture; `modeling` the models that carry them.
+"""
 
 from transformers import AutoConfig
 
+from .block_moesaic import MoesaicBlock, MoesaicSharedExpert
 from .configuration_moesaic import MoesaicConfig, config_class_for
 from .experts_moesaic import MoesaicExperts
-from .hierarchy_moesaic import MoesaicHierarchy, MoesaicPairProjection, can_group
+from .hierarchy_moesaic import MoesaicHierarchy
 from .modeling_moesaic import (
-    MoesaicBlock,
-    beside_config,
-    install_beside,
-    install_block,
-    layer_budget,
-    new_beside,
-    new_block,
+    REPLACEMENTS,
+    install,
+    install_outer_shared,
+    new_outer_shared,
+    new_replacement,
+)
+from .moe_config_moesaic import (
+    BlockConfig,
+    ConfigError,
+    MoEConfig,
+    OuterConfig,
+    RouterConfig,
+    Sizes,
+    padded,
 )
 from .neurons_moesaic import MoesaicNeuronRouter, MoesaicNeurons
-from .routing_moesaic import MoesaicProjection, MoesaicRouter, choose_experts
+from .projections_moesaic import MoesaicPairProjection, MoesaicProjection, can_group
+from .replacement_moesaic import MoesaicReplacement, View, as_they_are
+from .routers_moesaic import (
+    MoesaicLinearRouter,
+    MoesaicNeuronCopyRouter,
+    MoesaicQuadraticRouter,
+    MoesaicRouter,
+    choose_experts,
+    new_router,
+)
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 
 __all__ = [
+    "REPLACEMENTS",
+    "BlockConfig",
+    "ConfigError",
+    "MoEConfig",
     "MoesaicBlock",
     "MoesaicConfig",
     "MoesaicExperts",
     "MoesaicHierarchy",
+    "MoesaicLinearRouter",
+    "MoesaicNeuronCopyRouter",
     "MoesaicNeuronRouter",
     "MoesaicNeurons",
     "MoesaicPairProjection",
     "MoesaicProjection",
+    "MoesaicQuadraticRouter",
+    "MoesaicReplacement",
     "MoesaicRouter",
-    "beside_config",
+    "MoesaicSharedExpert",
+    "OuterConfig",
+    "RouterConfig",
+    "Sizes",
+    "View",
+    "as_they_are",
     "can_group",
     "choose_experts",
     "config_class_for",
-    "install_beside",
-    "install_block",
-    "layer_budget",
-    "new_beside",
-    "new_block",
+    "install",
+    "install_outer_shared",
+    "new_outer_shared",
+    "new_replacement",
+    "new_router",
+    "padded",
 ]

@@ -1,4 +1,4 @@
-"""Configuration of a converted model: the dense family's own configuration plus one dict of ours.
+"""Configuration of a converted model: the dense family's own, and one object of ours.
 
 Leaf: this file is copied beside the weights, so it imports transformers only.
 """
@@ -6,35 +6,25 @@ Leaf: this file is copied beside the weights, so it imports transformers only.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .moe_config_moesaic import MoEConfig
+
+# Called with every family's class once it is made; modeling_moesaic adds itself here.
+ON_NEW_CLASS: list[Callable[[type[MoesaicConfig]], None]] = []
+MADE_CLASSES: list[type[MoesaicConfig]] = []
+
 
 class MoesaicConfig(PreTrainedConfig):
-    """A model's configuration with every FFN replaced by shared and routed experts.
+    """A model's configuration with every FFN replaced.
 
-    Every instance belongs to a subclass that also derives from the dense family's configuration,
-    so that all the family's attributes, defaults and checks stay in force. `base_model_type` names
-    the family. `moesaic` is a plain dict:
-
-    - `layout`, `num_shared`, `num_routed`, `num_active`, and in neurons `shared_size`,
-      `expert_size`, `padded_size` (of an expert as stored) and `dropped` (by static pruning)
-    - `ffn`: `path` of the FFN from the base model with `{}` for the layer, `identities` (modules
-      that the block makes superfluous), `gated`, `bias`, `output_bias`, `activation`
-    - `output_bias`: whether the block adds one (the dense FFN's, or a repair's intercept)
-    - `router`: `kind` (`gates` where every neuron is an expert), `absolute`, `gating` (`topk` or
-      `threshold`), `features` (directions whose products a quadratic router reads, or that stand
-      in for W_up beside gates), `cap` (most experts of a token, or None)
-    - `layers`: the converted layers; `budgets`, only where they differ: the mean number of routed
-      experts per token of each, whose mean is `num_active`
-    - only in a model that was a mixture before: `mixtures` (its layers with experts), `num_outer`
-      (experts of a layer, each of which has the sizes above), `outer_active` (of them run for a
-      token), `whole` (by layer, those that run all their sub-experts: the expert as it was),
-      `asked` (what `whole` follows from), `beside` (path and sizes of its shared expert, converted
-      as one more FFN)
-    - `recipe`, `calibration`, `base_model`, `versions`: how the model was made
+    Every instance belongs to a subclass that also derives from the dense family's
+    configuration, so that all the family's attributes, defaults and checks stay in
+    force. `base_model_type` names the family. `moesaic` is a MoEConfig.
     """
 
     model_type = "moesaic"
@@ -43,23 +33,30 @@ class MoesaicConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        if cls.base_model_type:
-            return super().from_dict(config_dict, **kwargs)
-        return config_class_for(config_dict["base_model_type"]).from_dict(
-            config_dict, **kwargs
-        )
+        if not cls.base_model_type:
+            family = config_class_for(config_dict["base_model_type"])
+            return family.from_dict(config_dict, **kwargs)
+        moe = config_dict["moesaic"]
+        if not isinstance(moe, MoEConfig):
+            moe = MoEConfig.from_dict(moe)
+        return super().from_dict(config_dict | {"moesaic": moe}, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"base_model_type": self.base_model_type}
+        values = super().to_dict()
+        values["base_model_type"] = self.base_model_type
+        if hasattr(self, "moesaic"):
+            values["moesaic"] = self.moesaic.to_dict()
+        return values
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The subclass is made at run time, so pickle (multi-process serving) must be told how.
+        # The subclass is made at run time, so pickle (multi-process serving) must be
+        # told how.
         return _restore, (self.base_model_type, self.__dict__)
 
 
 @functools.cache
 def config_class_for(base_model_type: str) -> type[MoesaicConfig]:
-    """The configuration class for one dense family, registered with AutoModel.
+    """The configuration class for one dense family.
 
     Raises KeyError for a family that the installed transformers does not know.
     """
@@ -69,19 +66,19 @@ def config_class_for(base_model_type: str) -> type[MoesaicConfig]:
     class _Config(MoesaicConfig, family):
         pass
 
-    # The family's plans name the dense projections or experts, which are no longer there.
+    # The family's plans name the dense projections or experts, which are gone.
     gone = (".mlp.", "experts", "_moe.")
     _Config.base_model_tp_plan = {
-        k: how for k, how in plan.items() if not any(part in k for part in gone)
+        key: how for key, how in plan.items() if not any(part in key for part in gone)
     }
     _Config.base_model_ep_plan = None
     _Config.model_type = "moesaic"
     _Config.base_model_type = base_model_type
-    _Config.__name__ = _Config.__qualname__ = "MoesaicConfig"
-
-    from .modeling_moesaic import register_model_classes
-
-    register_model_classes(_Config)
+    _Config.__name__ = "MoesaicConfig"
+    _Config.__qualname__ = "MoesaicConfig"
+    MADE_CLASSES.append(_Config)
+    for listener in ON_NEW_CLASS:
+        listener(_Config)
     return _Config
 
 

@@ -2,61 +2,59 @@
 
 Leaf: this file is copied beside the weights, so it imports torch and transformers only.
 
-Shape suffixes: T tokens, D hidden_size.
+Shape suffixes: T tokens, D hidden_size, R experts, M neurons of one, N rows of an
+expert's first matrix.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
 
-from .configuration_moesaic import MoesaicConfig
-
-
-def random_parameter(*shape: int) -> nn.Parameter:
-    # Self-made start values: transformers initialises by the class of the enclosing family model,
-    # which does not know these modules. Costs nothing when weights are loaded (meta device).
-    return nn.Parameter(torch.empty(*shape).normal_(std=0.02))
-
-
-def padded(count: int) -> int:
-    """Rounded up to a multiple of 8."""
-    return -(-count // 8) * 8
+from .moe_config_moesaic import BlockConfig, padded
+from .projections_moesaic import ALONE, random_parameter
 
 
 @use_experts_implementation
-class MoesaicExperts(nn.Module):
-    """Routed experts as transformers 5 keeps them: fused 3-D weights, run by one of its kernels.
+class _SeamExperts(nn.Module):
+    """Experts as transformers 5 keeps them: fused 3-D weights, run by its kernels.
 
-    `count` experts of `neurons`, stored rounded up to a multiple of 8 with neurons of weight zero,
-    which add nothing: torch's grouped product wants rows of whole 16 bytes.
-
-    `forward` is the plain loop over experts ("eager"); `model.set_experts_implementation` switches
-    to `grouped_mm` (the default) or `batched_mm`.
+    `forward` is the plain loop over experts ("eager"); `set_experts_implementation` of
+    the model switches to `grouped_mm` (the default) or `batched_mm`.
     """
 
-    def __init__(self, config: MoesaicConfig, count: int, neurons: int):
+    def __init__(self, config: object, block: BlockConfig, count: int, neurons: int):
         super().__init__()
-        ffn, size = config.moesaic["ffn"], padded(neurons)
+        size = padded(neurons)
+        rows = 2 * size if block.gated else size
+        name = "gate_up_proj" if block.gated else "up_proj"
+        hidden = block.hidden_size
         self.neurons = neurons
         self.num_experts = count  # the name that transformers' kernels read
-        self.act_fn = ACT2FN[ffn["activation"]]
-        rows = 2 * size if ffn["gated"] else size
-        name = "gate_up_proj" if ffn["gated"] else "up_proj"
-        hidden = config.hidden_size
-        self.register_parameter(name, random_parameter(self.num_experts, rows, hidden))
-        self.down_proj = random_parameter(self.num_experts, hidden, size)
-        if ffn["bias"]:
-            self.register_parameter(
-                f"{name}_bias", random_parameter(self.num_experts, rows)
-            )
+        self.act_fn = ACT2FN[block.activation]
+        self.register_parameter(name, random_parameter(count, rows, hidden))
+        self.down_proj = random_parameter(count, hidden, size)
+        if block.bias:
+            self.register_parameter(f"{name}_bias", random_parameter(count, rows))
 
     @property
     def down_proj_bias(self) -> torch.Tensor:
-        """Zeros, which the kernels ask for: the block adds the FFN's own output bias once."""
+        """Zeros, which the kernels ask for: the block adds the output bias once."""
         return self.down_proj.new_zeros(self.down_proj.shape[:2])
+
+    @property
+    def first_matrix(self) -> torch.Tensor:
+        """Gate and up of every expert (R, 2 M, D), or up alone (R, M, D)."""
+        name = "gate_up_proj" if self.has_gate else "up_proj"
+        return self.get_parameter(name)
+
+    @property
+    def first_bias(self) -> torch.Tensor | None:
+        name = "gate_up_proj_bias" if self.has_gate else "up_proj_bias"
+        return getattr(self, name, None)
 
     def forward(
         self,
@@ -65,28 +63,60 @@ class MoesaicExperts(nn.Module):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         output_TD = torch.zeros_like(hidden_states)
-        name = "gate_up_proj" if self.has_gate else "up_proj"
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
+        weight = self.first_matrix
+        bias = self.first_bias
         for expert in range(self.num_experts):
             token, slot = torch.where(top_k_index == expert)
-            h = nn.functional.linear(
-                hidden_states[token],
-                weight[expert],
-                None if bias is None else bias[expert],
-            )
+            expert_bias = None if bias is None else bias[expert]
+            h = linear(hidden_states[token], weight[expert], expert_bias)
             h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-            y = nn.functional.linear(h, self.down_proj[expert])
+            y = linear(h, self.down_proj[expert])
             y = y * top_k_weights[token, slot, None]
             output_TD.index_add_(0, token, y.to(output_TD.dtype))
         return output_TD
 
 
-def make_experts(config: MoesaicConfig, count: int, neurons: int) -> MoesaicExperts:
-    """Experts of the family's kind: with a gate or without, with biases or without."""
-    experts = MoesaicExperts(config, count, neurons)
-    # The decorator sets these per class; ours is per family.
-    experts.has_gate, experts.has_bias = (
-        config.moesaic["ffn"]["gated"],
-        config.moesaic["ffn"]["bias"],
-    )
-    return experts
+class MoesaicExperts(_SeamExperts):
+    """Routed experts: `count` of `neurons`, each stored as a multiple of 8 neurons.
+
+    The neurons that fill up are zero and add nothing: torch's grouped product wants
+    rows of whole 16 bytes. Called without an index of chosen experts, it computes all
+    of them on every token, with gates (T, R).
+    """
+
+    def __init__(self, block: BlockConfig, count: int, neurons: int):
+        super().__init__(ALONE, block, count, neurons)
+        # The decorator sets these per class; ours is per family.
+        self.has_gate = block.gated
+        self.has_bias = block.bias
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        if top_k_index is None:
+            return self._under_mask(hidden_states, top_k_weights)
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+    def _under_mask(self, x_TD: torch.Tensor, gate_TR: torch.Tensor) -> torch.Tensor:
+        """Sum over all experts of gate * expert(x); 6 T D R M FLOPs.
+
+        The same as running the chosen ones, up to rounding, and the same gradients but
+        for the router's, which also learns from experts that did not run. Where a
+        large part of the experts run anyway this is faster than gathering tokens.
+        """
+        bias_RN = self.first_bias
+        bias = None if bias_RN is None else self._rows(bias_RN)
+        h = linear(x_TD, self._rows(self.first_matrix), bias)
+        h_TRN = h.unflatten(1, (self.num_experts, -1))
+        h_TRM = self._apply_gate(h_TRN) if self.has_gate else self.act_fn(h_TRN)
+        h_TRM = h_TRM * gate_TR[:, :, None].to(h_TRM.dtype)
+        down_RDM = self.down_proj[:, :, : self.neurons]
+        return linear(h_TRM.flatten(1), down_RDM.transpose(0, 1).flatten(1))
+
+    def _rows(self, stacked: torch.Tensor) -> torch.Tensor:
+        """The rows of all experts one after the other, without those that fill up."""
+        parts = stacked.unflatten(1, (2 if self.has_gate else 1, -1))
+        return parts[:, :, : self.neurons].flatten(0, 2)

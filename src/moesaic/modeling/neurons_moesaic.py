@@ -2,118 +2,158 @@
 
 Leaf: this file is copied beside the weights, so it imports torch and transformers only.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, C directions, P pairs of a token and a neuron
-that runs for it.
+Shape suffixes: T tokens, D hidden_size, F neurons, C directions, P pairs of a token and
+a neuron that runs for it.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from .configuration_moesaic import MoesaicConfig
-from .routing_moesaic import MoesaicProjection
+from .moe_config_moesaic import BlockConfig, Sizes
+from .projections_moesaic import MoesaicProjection
+from .replacement_moesaic import MoesaicReplacement
 
 FEW_TOKENS = 2  # up to which pairs are computed one by one on a CPU
+LEAST = 10.0  # nats below the threshold, from which on a score says no more
 
 
 class MoesaicNeuronRouter(nn.Module):
     """Scores a neuron by the log of the energy it is expected to add to the output.
 
-    With the gate g = act(w_gate x) known, the energy of neuron f is g^2 (w_up x)^2 |w_down|^2. Of
-    W_up the router knows C directions: (w_up x)^2 is taken to be the square of what they say plus
-    `up_variance`, what they leave open on average. `selection_bias` holds log |w_down|^2 less one
-    threshold for the layer; a neuron runs where its score is above zero, so that their number is
-    the budget on average and not for each token.
+    With the gate g = act(w_gate x) known, the energy of neuron f is g^2 (w_up x)^2
+    |w_down|^2. Of W_up the router knows C directions: (w_up x)^2 is taken to be the
+    square of what they say plus `up_variance`, what they leave open on average.
+    `selection_bias` holds log |w_down|^2 less one threshold for the layer; a neuron
+    runs where its score is above zero, so that their number is the budget on average
+    and not for each token.
     """
 
-    def __init__(self, config: MoesaicConfig):
+    up_variance: torch.Tensor
+    selection_bias: torch.Tensor
+    float32_names = ("up_variance", "selection_bias")
+    chooser = "threshold"
+    choice_width = 0.3  # nats of energy (docs/log.md, 2026-11-22)
+    counts_loads = False  # as many experts as neurons: loads are not evened
+    rate_share = 1.0
+
+    def __init__(self, block: BlockConfig, sizes: Sizes):
         super().__init__()
-        moe = config.moesaic
-        self.num_active, directions = moe["num_active"], moe["router"]["features"]
-        self.sketch_in = MoesaicProjection(config.hidden_size, directions, bias=False)
-        self.sketch_out = MoesaicProjection(directions, moe["num_routed"], bias=True)
-        self.register_buffer(
-            "up_variance", torch.ones(moe["num_routed"], dtype=torch.float32)
-        )
-        self.register_buffer(
-            "selection_bias", torch.zeros(moe["num_routed"], dtype=torch.float32)
-        )
+        assert block.router is not None
+        neurons, directions = sizes.num_routed, block.router.directions
+        self.num_active = sizes.num_active
+        self.num_routed = neurons
+        self.sketch_in = MoesaicProjection(block.hidden_size, directions, bias=False)
+        self.sketch_out = MoesaicProjection(directions, neurons, bias=True)
+        ones_F = torch.ones(neurons, dtype=torch.float32)
+        self.register_buffer("up_variance", ones_F)
+        self.register_buffer("selection_bias", torch.zeros_like(ones_F))
 
     def forward(self, x_TD: torch.Tensor, gate_TF: torch.Tensor) -> torch.Tensor:
-        """Scores (T, F) in float32, selection bias included; `gate_TF` is act(gate x)."""
+        """Scores (T, F) in float32, bias included; `gate_TF` is act(gate x)."""
         up_TF = self.sketch_out(self.sketch_in(x_TD))
-        energy_TF = gate_TF.float().square() * (up_TF.square() + self.up_variance)
+        expected_TF = up_TF.square() + self.up_variance
+        energy_TF = gate_TF.float().square() * expected_TF
         return energy_TF.clamp(min=1e-38).log() + self.selection_bias
 
+    def active_weights(self) -> int:
+        """Weights of the products that score one token."""
+        return self.sketch_in.weight.numel() + self.sketch_out.weight.numel()
 
-class MoesaicNeurons(nn.Module):
+
+class MoesaicNeurons(MoesaicReplacement):
     """F(x) = W_down (runs * act(W_gate x) * (W_up x)) + b.
 
-    Gates are computed for all neurons, products with rows of W_up and of W_down, which is kept
-    transposed for that, only matter where a neuron runs. For FEW_TOKENS on a CPU in float32 they
-    are only made there; elsewhere all are, and masked.
+    Gates are computed for all neurons; products with rows of W_up and of W_down, which
+    is kept transposed for that, only matter where a neuron runs. For FEW_TOKENS on a
+    CPU in float32 they are only made there; elsewhere all are, and masked.
     """
 
-    def __init__(self, config: MoesaicConfig):
+    def __init__(self, block: BlockConfig, sizes: Sizes):
         super().__init__()
-        moe = config.moesaic
-        ffn, hidden, neurons = moe["ffn"], config.hidden_size, moe["num_routed"]
-        self.gate_proj = nn.Linear(hidden, neurons, bias=ffn["bias"])
-        self.up_proj = nn.Linear(hidden, neurons, bias=ffn["bias"])
-        self.down_proj = Conv1D(
-            hidden, neurons
-        )  # its bias is the FFN's or the repair's
-        self.act_fn = ACT2FN[ffn["activation"]]
-        self.router = MoesaicNeuronRouter(config)
+        hidden, neurons = block.hidden_size, sizes.num_routed
+        self.block = block
+        self.sizes = sizes
+        self.gate_proj = nn.Linear(hidden, neurons, bias=block.bias)
+        self.up_proj = nn.Linear(hidden, neurons, bias=block.bias)
+        self.down_proj = Conv1D(hidden, neurons)  # its bias: the FFN's or the repair's
+        self.act_fn = ACT2FN[block.activation]
+        self.router = MoesaicNeuronRouter(block, sizes)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         gate_TF = self.act_fn(self.gate_proj(x_TD))
-        runs_TF = self.router(x_TD, gate_TF) > 0
-        if self._pays(x_TD):
-            return self._pairs(x_TD, gate_TF, runs_TF)
-        h_TF = gate_TF * self.up_proj(x_TD)
-        return self.down_proj(torch.where(runs_TF, h_TF, 0))
+        score_TF = self.router(x_TD, gate_TF)
+        if self.view is not None:
+            y_TD = self._under_mask(x_TD, gate_TF, score_TF)
+        elif self._pays(x_TD):
+            y_TD = self._pairs(x_TD, gate_TF, score_TF > 0)
+        else:
+            h_TF = gate_TF * self.up_proj(x_TD)
+            y_TD = self.down_proj(torch.where(score_TF > 0, h_TF, 0))
+        return y_TD.view_as(hidden_states)
+
+    def _under_mask(
+        self, x_TD: torch.Tensor, gate_TF: torch.Tensor, score_TF: torch.Tensor
+    ) -> torch.Tensor:
+        def values() -> torch.Tensor:
+            # Gates of exactly 0 score far below all others: they would decide the
+            # scores' spread.
+            return score_TF.clamp(min=-LEAST)
+
+        runs_TF = (score_TF > 0).to(score_TF.dtype)
+        runs_TF = self.view(self.router, values, runs_TF)
+        h_TF = gate_TF * self.up_proj(x_TD) * runs_TF.to(gate_TF.dtype)
+        return self.down_proj(h_TF)
+
+    def chosen(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Which neurons run (T, F)."""
+        return self.router(x_TD, self.act_fn(self.gate_proj(x_TD))) > 0
+
+    def active_weights(self) -> float:
+        rows = self.sizes.num_routed + 2 * self.sizes.num_active
+        return float(self.block.hidden_size * rows)
+
+    def router_weights(self) -> float:
+        return float(self.router.active_weights())
+
+    def router_modules(self) -> dict[str, nn.Module]:
+        return {"router": self.router}
+
+    def mask_pays(self) -> bool:
+        return True
 
     def _pays(self, x_TD: torch.Tensor) -> bool:
         """Whether pair by pair is faster and can be done.
 
-        Never while training, compiling or exporting, nor with modules that are wrapped or whose
-        weights are elsewhere until they are called.
+        Never while training, compiling or exporting, nor with modules that are wrapped
+        or whose weights are elsewhere until they are called.
         """
-        traced = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or traced:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        plain = type(self.up_proj) is nn.Linear and type(self.down_proj) is Conv1D
-        weights = [self.up_proj.weight, self.down_proj.weight] if plain else []
-        at_hand = all(
-            w.device == x_TD.device and w.dtype == torch.float32 for w in weights
-        )
-        on_cpu = x_TD.device.type == "cpu" and x_TD.dtype == torch.float32
-        return plain and at_hand and on_cpu and 0 < len(x_TD) <= FEW_TOKENS
+        if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            return False
+        if type(self.up_proj) is not nn.Linear or type(self.down_proj) is not Conv1D:
+            return False
+        if x_TD.device.type != "cpu" or x_TD.dtype != torch.float32:
+            return False
+        for weight in (self.up_proj.weight, self.down_proj.weight):
+            if weight.device != x_TD.device or weight.dtype != torch.float32:
+                return False
+        return 0 < len(x_TD) <= FEW_TOKENS
 
     def _pairs(
         self, x_TD: torch.Tensor, gate_TF: torch.Tensor, runs_TF: torch.Tensor
     ) -> torch.Tensor:
         start_T1 = nn.functional.pad(runs_TF.sum(1).cumsum(0), (1, 0))
         neuron_P = runs_TF.nonzero()[:, 1]
-        with warnings.catch_warnings():  # that sparse matrices are new to torch
-            warnings.filterwarnings("ignore", message="Sparse CSR")
-            empty = torch.sparse_csr_tensor(
-                start_T1,
-                neuron_P,
-                x_TD.new_zeros(len(neuron_P)),
-                runs_TF.shape,
-                check_invariants=False,
-            )
-            product = torch.sparse.sampled_addmm(
-                empty, x_TD, self.up_proj.weight.T, beta=0.0
-            )
-        up_P = product.values()
+        up_P = self._up_of_pairs(x_TD, runs_TF, start_T1, neuron_P)
         if self.up_proj.bias is not None:
             up_P = up_P + self.up_proj.bias[neuron_P]
         y_TD = nn.functional.embedding_bag(
@@ -124,3 +164,24 @@ class MoesaicNeurons(nn.Module):
             per_sample_weights=gate_TF[runs_TF] * up_P,
         )
         return y_TD + self.down_proj.bias
+
+    def _up_of_pairs(
+        self,
+        x_TD: torch.Tensor,
+        runs_TF: torch.Tensor,
+        start_T1: torch.Tensor,
+        neuron_P: torch.Tensor,
+    ) -> Any:
+        """w_up x of the pairs that run (P,)."""
+        with warnings.catch_warnings():  # that sparse matrices are new to torch
+            warnings.filterwarnings("ignore", message="Sparse CSR")
+            empty = torch.sparse_csr_tensor(
+                start_T1,
+                neuron_P,
+                x_TD.new_zeros(len(neuron_P)),
+                runs_TF.shape,
+                check_invariants=False,
+            )
+            weight_DF = self.up_proj.weight.T
+            product = torch.sparse.sampled_addmm(empty, x_TD, weight_DF, beta=0.0)
+        return product.values()

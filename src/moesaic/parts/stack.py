@@ -1,68 +1,86 @@
-"""The converted experts of one layer, stacked into the weights of a two-level block, and back.
+"""The replacements of a layer's experts, stacked into one two-level module, and back.
 
-Shape suffixes: D hidden_size, S shared neurons, M neurons, E outer experts, R sub-experts of one.
+Shape suffixes: S shared neurons, R sub-experts of an expert, M neurons of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from moesaic.families import DenseFFN
-from moesaic.modeling import MoesaicBlock, MoesaicHierarchy, MoesaicRouter
+from moesaic.modeling import (
+    BlockConfig,
+    MoesaicBlock,
+    MoesaicHierarchy,
+    MoesaicRouter,
+    OuterConfig,
+    Sizes,
+    new_router,
+)
 from moesaic.parts.carve import carve
 from moesaic.parts.partition import Partition
 
 State = Mapping[str, torch.Tensor]
-_FLOAT32 = ("expert_scale", "selection_bias")
 
 
-def whole_state(ffn: DenseFFN, config: Any) -> State:
-    """The state of an expert that stays as it was: its neurons in order, a router of zeros."""
-    moe = config.moesaic
-    if not moe["num_routed"]:
-        assert ffn.gate_FD is not None
-        state = {
-            "shared_expert.gate_proj.weight": ffn.gate_FD,
-            "shared_expert.up_proj.weight": ffn.up_FD,
-            "shared_expert.down_proj.weight": ffn.down_DF,
-        }
-        bias = {"output_bias": ffn.down_DF.new_zeros(len(ffn.down_DF))}
-        return state | (bias if moe["output_bias"] else {})
+def whole_state(ffn: DenseFFN, block: BlockConfig, sizes: Sizes) -> State:
+    """The state of an expert that stays as it was.
+
+    Its neurons are in order, and its router is zero.
+    """
+    if not sizes.num_routed:
+        return _unrouted_state(ffn, block)
     neurons = np.arange(ffn.intermediate_size)
-    shared_S, rest = neurons[: moe["shared_size"]], neurons[moe["shared_size"] :]
-    parts = Partition(shared_S, rest.reshape(moe["num_routed"], -1))
-    router = {
-        name: torch.zeros_like(
-            tensor, dtype=None if name in _FLOAT32 else ffn.up_FD.dtype
-        )
-        for name, tensor in MoesaicRouter(config).state_dict().items()
+    routed = neurons[sizes.shared :].reshape(sizes.num_routed, -1)
+    partition = Partition(neurons[: sizes.shared], routed)
+    router = new_router(block, sizes).to(ffn.up_FD.device)
+    for name, tensor in [*router.named_parameters(), *router.named_buffers()]:
+        tensor.data.zero_()
+        if name not in MoesaicRouter.float32_names:
+            tensor.data = tensor.data.to(ffn.up_FD.dtype)
+    return carve(ffn, partition, router, block, sizes).state_dict()
+
+
+def _unrouted_state(ffn: DenseFFN, block: BlockConfig) -> State:
+    assert ffn.gate_FD is not None
+    state = {
+        "shared_expert.gate_proj.weight": ffn.gate_FD,
+        "shared_expert.up_proj.weight": ffn.up_FD,
+        "shared_expert.down_proj.weight": ffn.down_DF,
     }
-    return carve(ffn, parts, router, config).state_dict()
+    if block.output_bias:
+        state["output_bias"] = ffn.down_DF.new_zeros(len(ffn.down_DF))
+    return state
 
 
 @torch.no_grad()
-def stack_experts(states: Sequence[State], config: Any, layer: int) -> MoesaicHierarchy:
-    """One layer's block from the states of its experts' blocks; copies every weight once."""
+def stack_experts(
+    states: Sequence[State],
+    block: BlockConfig,
+    sizes: Sizes,
+    outer: OuterConfig,
+    whole: list[int],
+) -> MoesaicHierarchy:
+    """One layer's module from the states of its experts'; copies every weight once."""
     with torch.device("meta"):
-        block = MoesaicHierarchy(config, layer)
-    shapes, first = block.state_dict(), states[0]
+        stack = MoesaicHierarchy(block, sizes, outer, whole)
+    first = states[0]
     stacked = {}
-    for name, meant in shapes.items():
+    for name, meant in stack.state_dict().items():
         like = first[_source(name)[0]]
-        whole = like.new_zeros(meant.shape)
+        all_experts = like.new_zeros(meant.shape)
         for expert, state in enumerate(states):
-            _put(whole, name, state, expert, len(states))
-        stacked[name] = whole
-    block.load_state_dict(stacked, assign=True)
-    return block.eval()
+            _put(all_experts, name, state, expert, len(states))
+        stacked[name] = all_experts
+    stack.load_state_dict(stacked, assign=True)
+    return stack.eval()
 
 
 def _source(name: str) -> tuple[str, ...]:
-    """What the tensors of an expert's own block are called that make up one of the stack's."""
+    """What the tensors of one expert's replacement are called that make up this one."""
     if name == "shared_experts.gate_up_proj":
         return "shared_expert.gate_proj.weight", "shared_expert.up_proj.weight"
     if name.startswith("shared_experts."):
@@ -71,36 +89,37 @@ def _source(name: str) -> tuple[str, ...]:
 
 
 def _put(
-    whole: torch.Tensor, name: str, state: State, expert: int, experts: int
+    all_experts: torch.Tensor, name: str, state: State, expert: int, experts: int
 ) -> None:
     """Copies one expert's tensors to their place; what they leave empty is zero."""
     sources = [state[source] for source in _source(name)]
     if name.startswith("experts."):
-        rows = len(whole) // experts
-        whole[expert * rows : (expert + 1) * rows] = sources[0]
+        rows = len(all_experts) // experts
+        all_experts[expert * rows : (expert + 1) * rows] = sources[0]
         return
-    height = whole.shape[1] // len(sources)
+    height = all_experts.shape[1] // len(sources)
     for place, source in enumerate(sources):
-        corner = whole[expert, place * height : place * height + len(source)]
+        start = place * height
+        corner = all_experts[expert, start : start + len(source)]
         corner[..., : source.shape[-1]] = source
 
 
 @torch.no_grad()
-def unstack_expert(block: MoesaicHierarchy, config: Any, expert: int) -> MoesaicBlock:
+def unstack_expert(stack: MoesaicHierarchy, expert: int) -> MoesaicBlock:
     """The block of one expert as it was before `stack_experts`, copied."""
     with torch.device("meta"):
-        one = MoesaicBlock(config)
-    experts = config.moesaic["num_outer"]
-    own: dict[str, torch.Tensor] = {}
-    for name, tensor in block.state_dict().items():
+        block = MoesaicBlock(stack.block, stack.sizes)
+    by_source: dict[str, torch.Tensor] = {}
+    for name, tensor in stack.state_dict().items():
         sources = _source(name)
         if name.startswith("experts."):
-            own[name] = tensor.unflatten(0, (experts, -1))[expert]
+            by_source[name] = tensor.unflatten(0, (stack.num_outer, -1))[expert]
             continue
-        own |= dict(zip(sources, tensor[expert].chunk(len(sources)), strict=True))
+        parts = tensor[expert].chunk(len(sources))
+        by_source |= dict(zip(sources, parts, strict=True))
     state = {}
-    for name, meant in one.state_dict().items():
-        index = tuple(slice(size) for size in meant.shape)
-        state[name] = own[name][index].clone()
-    one.load_state_dict(state, assign=True)
-    return one.eval()
+    for name, meant in block.state_dict().items():
+        without_padding = tuple(slice(size) for size in meant.shape)
+        state[name] = by_source[name][without_padding].clone()
+    block.load_state_dict(state, assign=True)
+    return block.eval()

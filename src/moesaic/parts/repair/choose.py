@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moesaic.calibration.ffn_inputs import Inputs
+from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import SAMPLE_TOKENS
 from moesaic.families import DenseFFN
 from moesaic.parts.repair.least_squares import TOKENS_PER_NEURON, least_squares
@@ -52,6 +52,15 @@ class Repair:
     def name(self) -> str:
         return f"W_up, then {self.candidate.name}" if self.up else self.candidate.name
 
+    def undone(self) -> Repair:
+        """The same where nothing was repaired in the end."""
+        return replace(self, candidate=NOTHING, up=False)
+
+    def after_up_rows(self, first: Repair) -> Repair:
+        """This repair, made after the rows of W_up were refitted, `first` before."""
+        note = first.note if self.candidate is NOTHING else self.note
+        return replace(self, up=True, error_before=first.error_before, note=note)
+
     def apply(self, ffn: DenseFFN, kept: Kept) -> DenseFFN:
         """The FFN with repaired output vectors and intercept."""
         changed = ffn
@@ -68,7 +77,7 @@ class Repair:
 
 @torch.no_grad()
 def choose_repairs(
-    inputs: Inputs,
+    inputs: FFNInputs,
     ffn: DenseFFN,
     kept: list[Kept],
     method: str,
@@ -105,7 +114,7 @@ def choose_repairs(
     ]
     errors = [torch.zeros(len(found), dtype=torch.float64) for found, _ in offers]
     energy = 0.0
-    for x_TD in inputs.held():
+    for x_TD in inputs.heldout():
         h_TF, dense_TD = outputs(x_TD)
         energy += dense_TD.square().sum(dtype=torch.float64).item()
         all_kept = list(zip(kept, columns, downs, offers, errors, strict=True))
@@ -140,7 +149,7 @@ def _in_order(
 
 @torch.no_grad()
 def with_up_rows(
-    inputs: Inputs, ffn: DenseFFN, repaired: DenseFFN, kept: Kept, steps: int
+    inputs: FFNInputs, ffn: DenseFFN, repaired: DenseFFN, kept: Kept, steps: int
 ) -> DenseFFN:
     """The repaired FFN with rows of W_up refitted to the FFN's own output, on a sample of tokens.
 

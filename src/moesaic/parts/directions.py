@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from moesaic.parts.routers.linear import Blocks, mean_of
+from moesaic.parts.ridge_router import Blocks, mean_of
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def log_energy(energy_TR: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def linear(
+def fit_linear_router(
     blocks: Blocks, energy_TR: torch.Tensor, absolute: bool, centred: bool = False
 ) -> torch.Tensor:
     """Weights (R, P) of scores V phi(x) that rise with each expert's expected energy.

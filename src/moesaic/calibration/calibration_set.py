@@ -1,0 +1,120 @@
+"""The calibration tokens, cut once into those that are fitted on and those held out.
+
+Shape suffixes: N windows, L tokens of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.errors import MoesaicError
+
+HELD_OUT = 8  # one token in so many, the last ones, is not fitted on
+MOST_TOKENS = 2**24
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many tokens there are, and the first one that is held out."""
+
+    tokens: int
+    first_heldout: int
+
+    @classmethod
+    def last_eighth(cls, tokens: int, window: int = 1) -> Split:
+        """The last eighth held out: in whole windows, where it is one at least."""
+        heldout = tokens // HELD_OUT
+        whole_windows = heldout // window * window
+        return cls(tokens, tokens - max(whole_windows or heldout, 1))
+
+    @property
+    def can_hold_out(self) -> bool:
+        """Whether there are enough tokens to leave some out of a fit."""
+        return self.tokens >= HELD_OUT
+
+
+@dataclass(frozen=True)
+class CalibrationSet:
+    """Windows of token ids (N, L); the last of them are held out of every fit."""
+
+    windows_NL: torch.Tensor
+
+    @classmethod
+    def sample(
+        cls, ids: torch.Tensor, samples: int, length: int, seed: int
+    ) -> CalibrationSet:
+        """Windows at random places of a text, drawn with the seed (paper, Section 5.1).
+
+        The windows that are held out come from the last eighth of the text (one window
+        at least), the others from before: what is held out of a fit shares no token
+        with what is fitted. A 2-D tensor of ids is taken as windows already. Raises
+        MoesaicError for a text too short for that.
+        """
+        if ids.ndim == 2:
+            return cls(ids)
+        apart = max(len(ids) // HELD_OUT, length) if samples > 1 else 0
+        before = len(ids) - apart
+        if before < length:
+            needed = "one sample needs" if samples == 1 else "two that share none need"
+            raise MoesaicError(
+                f"the calibration text has {len(ids)} tokens, {needed} "
+                f"{min(samples, 2) * length}; give a longer text or a smaller "
+                "--sequence-length"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        place_N = torch.rand(samples, generator=generator, dtype=torch.float64)
+        fitted = samples - heldout_windows(samples)
+        starts_N = (place_N * (before - length + 1)).long()
+        late_N = place_N[fitted:]
+        starts_N[fitted:] = before + (late_N * (apart - length + 1)).long()
+        return cls(ids[starts_N[:, None] + torch.arange(length)])
+
+    @property
+    def samples(self) -> int:
+        return len(self.windows_NL)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a window."""
+        return self.windows_NL.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.windows_NL.numel()
+
+    @property
+    def split(self) -> Split:
+        """The same cut, by token."""
+        return Split.last_eighth(self.tokens, self.length)
+
+    def heldout(self, most: int) -> torch.Tensor:
+        """At most so many of the windows that are held out; the last one at least."""
+        count = max(heldout_windows(self.samples), 1)
+        return self.windows_NL[-min(count, most) :]
+
+    def fewer(self, samples: int) -> CalibrationSet:
+        """At most so many windows, of those held out and of the others in proportion."""
+        if samples >= self.samples:
+            return self
+        heldout = heldout_windows(samples)
+        first_NL = self.windows_NL[: samples - heldout]
+        last_NL = self.windows_NL[self.samples - heldout :]
+        return CalibrationSet(torch.cat([first_NL, last_NL]))
+
+
+def heldout_windows(samples: int) -> int:
+    """How many of so many windows are held out: one at least, of several."""
+    return max(samples // HELD_OUT, 1) if samples > 1 else 0
+
+
+def check_samples(samples: int, length: int) -> None:
+    """Raises MoesaicError for no calibration windows, or more than are profiled."""
+    if samples < 1:
+        raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
+    if samples * length > MOST_TOKENS:
+        raise MoesaicError(
+            f"{samples} samples of {length} are over {MOST_TOKENS:,} tokens, the most "
+            "that are profiled; take fewer --samples"
+        )

@@ -1,0 +1,109 @@
+"""What a conversion is asked for: made once, from the call or the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.errors import MoesaicError
+from moesaic.layout import Layout
+from moesaic.methods.base import Budget, Method
+from moesaic.methods.load import load_method
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which parts of a model are converted.
+
+    `experts` and `min_tokens` are for a model that is a mixture already: those to
+    convert (None: all), and how many tokens one must see (None: as many as it has
+    neurons). `dense_layers` stay as they are.
+    """
+
+    experts: tuple[int, ...] | None = None
+    min_tokens: int | None = None
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """All of a conversion's input. `moesaic.convert` says what each field means."""
+
+    model: Any
+    method: Method
+    budget: Budget
+    calibration: Any
+    scope: Scope = Scope()
+    target_ratio: float | None = None
+    tokenizer: Any = None
+    output: Path | None = None
+    samples: int | None = None
+    sequence_length: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    overwrite: bool = False
+    resume: bool = False
+    trust_remote_code: bool = False
+    command: str | None = None
+    progress: bool = False
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the model was given as an object."""
+        return not isinstance(self.model, str | Path)
+
+    @property
+    def model_name(self) -> str:
+        """What messages and reports call the model."""
+        if self.in_memory:
+            return self.model.config.name_or_path or type(self.model).__name__
+        return str(self.model)
+
+
+def make_options(
+    model: Any,
+    recipe: str | Path | Method,
+    layout: str | Layout | None,
+    calibration: Any,
+    *,
+    settings: Mapping[str, object] | None = None,
+    sparsity: float | None = None,
+    grain: str = "medium",
+    output: str | Path | None = None,
+    experts: Sequence[int] | None = None,
+    min_tokens: int | None = None,
+    dense_layers: Sequence[int] = (),
+    **others: Any,
+) -> ConvertOptions:
+    """The options that the keyword arguments of `moesaic.convert` stand for.
+
+    Raises MoesaicError for an unknown method or setting, and for a layout and a
+    sparsity at once.
+    """
+    return ConvertOptions(
+        model=model,
+        method=load_method(recipe, settings),
+        budget=make_budget(layout, sparsity, grain),
+        calibration=calibration,
+        scope=Scope(
+            None if experts is None else tuple(experts), min_tokens, tuple(dense_layers)
+        ),
+        output=None if output is None else Path(output).absolute(),
+        **others,
+    )
+
+
+def make_budget(
+    layout: str | Layout | None, sparsity: float | None = None, grain: str = "medium"
+) -> Budget:
+    """A budget from what the user said. Raises MoesaicError where that is too much."""
+    if layout is not None and sparsity is not None:
+        raise MoesaicError(
+            f"layout {layout} and sparsity {sparsity}: give one, it fixes the other"
+        )
+    if layout is not None and not isinstance(layout, Layout):
+        layout = Layout.parse(layout)
+    return Budget(layout, sparsity, grain)

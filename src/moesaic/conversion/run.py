@@ -1,0 +1,227 @@
+"""The loop over layers: what every method shares.
+
+Calibration is sequential: a layer is converted on inputs that have passed through the
+converted layers before it. All tokens pass through a replacement with every expert
+computed under a mask: the same outputs, and faster than many small experts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from moesaic.calibration.calibration_set import CalibrationSet
+from moesaic.calibration.checks import check_inputs
+from moesaic.calibration.expert_inputs import ExpertInputs
+from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.calibration.hidden_states import Stream
+from moesaic.conversion.layer_error import LayerReport, measure_layer
+from moesaic.conversion.mixtures import ConvertedMixture, MixtureLayer
+from moesaic.conversion.plan import Plan
+from moesaic.conversion.saved_layers import load_layer, save_layer
+from moesaic.errors import MoesaicError
+from moesaic.families import Mixtures
+from moesaic.methods.base import FFNMethod
+from moesaic.modeling import (
+    MoesaicReplacement,
+    as_they_are,
+    install,
+    install_outer_shared,
+)
+from moesaic.progress import track
+
+
+class Clock:
+    """Adds the time since the last call to a named step."""
+
+    def __init__(self, seconds: dict[str, float]):
+        self.seconds = seconds
+        self.last = time.perf_counter()
+
+    def __call__(self, step: str) -> None:
+        now = time.perf_counter()
+        self.seconds[step] = self.seconds.get(step, 0.0) + now - self.last
+        self.last = now
+
+
+@dataclass
+class Run:
+    """One conversion's pass over all layers.
+
+    `draft` is the folder that finished layers are written to, and read from where an
+    earlier run wrote them. A `trial` leaves replacements as they are evaluated
+    fastest, under a mask. `seconds` collects the time of each step.
+    """
+
+    stream: Stream
+    plan: Plan
+    calibration: CalibrationSet
+    seed: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    draft: Path | None = None
+    progress: bool = False
+    trial: bool = False
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.seconds)
+
+    def replace_ffns(self, method: FFNMethod) -> list[LayerReport]:
+        """Converts every layer in turn and reports on each.
+
+        Layers that the draft holds are put in place and passed through.
+        """
+        layers = self.stream.ffns.layers
+        numbers = track(range(len(layers)), "converting layers", enabled=self.progress)
+        reports = []
+        for layer in numbers:
+            module = layers[layer]
+            home = next(module.parameters()).device
+            module.to(self.stream.device)
+            check_inputs(self.stream, layer)
+            self.clock("check")
+            if layer not in self.stream.ffns.converted:
+                self.stream.advance(layer)
+                self.clock("advance")
+            elif isinstance(self.stream.ffns, Mixtures):
+                reports.append(self._replace_experts(method, layer))
+            else:
+                reports.append(self._replace_ffn(method, layer))
+            module.to(home)
+        return reports
+
+    def _replace_ffn(self, method: FFNMethod, layer: int) -> LayerReport:
+        """Convert, measure, pass on, save."""
+        begun = time.perf_counter()
+        ffns = self.stream.ffns
+        prefixes = [ffns.state_prefix(layer)]
+        inputs = ffn_inputs(self.stream, layer, self.calibration, method.fits_weights)
+        self.clock("inputs")
+        saved = None
+        if self.draft is not None:
+            saved = load_layer(self.draft, layer, prefixes, self.plan.moe)
+        if saved is not None:
+            replacement = saved.replacements[0].to(self.stream.device)
+            self._pass_on(layer, replacement, inputs.all())
+            return saved.report
+        ffn = ffns.read(layer)
+        sizes = self.plan.moe.sizes_of(layer)
+        generator = np.random.default_rng([self.seed, layer])
+        try:
+            replacement = method.convert_ffn(ffn, inputs, sizes, generator)
+        except MoesaicError as error:
+            raise self._blame(layer, error) from error
+        self.clock("convert")
+        set_view(replacement, masked=True)
+        report = measure_layer(layer, inputs, ffn, replacement, sizes, self.seed)
+        self.clock("measure")
+        self._pass_on(layer, replacement, inputs.all())
+        self.clock("advance")
+        report.seconds = time.perf_counter() - begun
+        if self.draft is not None:
+            save_layer(self.draft, layer, prefixes, [replacement], report)
+            self.clock("write")
+        return report
+
+    def _replace_experts(self, method: FFNMethod, layer: int) -> LayerReport:
+        """The same for a layer that has experts: each of them is converted by itself."""
+        begun = time.perf_counter()
+        ffns = self.stream.ffns
+        assert isinstance(ffns, Mixtures)
+        inputs = ExpertInputs(
+            self.stream.ffn_calls(layer),
+            ffns.num_outer,
+            self.calibration.split,
+            method.fits_weights,
+            self.stream.storage,
+            self.stream.device,
+        )
+        self.clock("inputs")
+        mixture = MixtureLayer(ffns, layer, self.plan.moe, self.seed, self.clock)
+        prefixes = ffns.prefixes(layer)
+        saved = None
+        if self.draft is not None:
+            saved = load_layer(self.draft, layer, prefixes, self.plan.moe)
+        if saved is not None:
+            stacked = [module.to(self.stream.device) for module in saved.replacements]
+            converted = mixture.unstacked(stacked, saved.report)
+            self._pass_on_mixture(layer, converted, inputs)
+            return saved.report
+        try:
+            converted = mixture.convert(method, inputs)
+        except MoesaicError as error:
+            raise self._blame(layer, error) from error
+        self._pass_on_mixture(layer, converted, inputs)
+        self.clock("advance")
+        converted.report.seconds = time.perf_counter() - begun
+        if self.draft is not None:
+            modules = converted.modules
+            save_layer(self.draft, layer, prefixes, modules, converted.report)
+            self.clock("write")
+        return converted.report
+
+    def _pass_on(self, layer: int, replacement: Any, calls: Iterable[Any]) -> None:
+        """Passes all tokens through the replacement, which then stays in its place."""
+        set_view(replacement, masked=True)
+        self._install(layer, replacement)
+        if not self._is_last(layer):
+            self.stream.advance(layer, calls)
+        set_view(replacement, masked=self.trial)
+
+    def _pass_on_mixture(
+        self, layer: int, converted: ConvertedMixture, inputs: ExpertInputs
+    ) -> None:
+        """The same; the stack of experts takes its place afterwards.
+
+        Where a shared expert has been converted too, the layer runs again in whole.
+        """
+        shared = converted.shared
+        self._install(layer, converted.parts)
+        if shared is not None:
+            set_view(shared, masked=True)
+            install_outer_shared(self._base, self.plan.config, layer, shared)
+        if not self._is_last(layer):
+            calls = inputs.all() if shared is None else None
+            self.stream.advance(layer, calls)
+        if shared is not None:
+            set_view(shared, masked=self.trial)
+        if converted.stack is not None and not self.trial:
+            self._install(layer, converted.stack)
+
+    def _install(self, layer: int, module: nn.Module) -> None:
+        install(self._base, self.plan.config, layer, module)
+
+    @property
+    def _base(self) -> nn.Module:
+        return self.stream.ffns.base
+
+    def _is_last(self, layer: int) -> bool:
+        """Nothing reads what the last layer puts out."""
+        return layer + 1 == len(self.stream.ffns.layers)
+
+    def _blame(self, layer: int, error: MoesaicError) -> MoesaicError:
+        return MoesaicError(f"layer {layer} of {self.plan.model}: {error}")
+
+
+def ffn_inputs(
+    stream: Stream, layer: int, calibration: CalibrationSet, hold_out: bool
+) -> FFNInputs:
+    """The inputs of one layer's FFN, which the stream is to `advance` with."""
+    return FFNInputs(
+        stream.ffn_inputs(layer),
+        calibration.split,
+        hold_out,
+        stream.storage,
+        stream.device,
+    )
+
+
+def set_view(module: Any, masked: bool) -> None:
+    """Whether a replacement computes all experts under a mask; others always do."""
+    if isinstance(module, MoesaicReplacement):
+        module.view = as_they_are if masked else None

@@ -1,0 +1,300 @@
+"""The seam: what a method is, what it is told, and what it returns.
+
+A method is one published way (or one of ours) to make a dense model do less work per
+token. It is one class in one file: a frozen dataclass whose fields are its settings.
+docs/add_a_method.md shows the whole of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moesaic.errors import MoesaicError, unknown
+from moesaic.layout import Layout, layouts_for
+from moesaic.methods.contents import Description
+from moesaic.modeling import BlockConfig, MoEConfig, OuterConfig, RouterConfig, Sizes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import nn
+
+    from moesaic.calibration.ffn_inputs import FFNInputs
+    from moesaic.calibration.statistics import StatisticsKind
+    from moesaic.families import DenseFFN
+
+USUAL_SPARSITY = 0.25
+LAYER_BUDGETS = ("uniform", "gradient")
+
+
+@dataclass(frozen=True)
+class FFNShape:
+    """What a configuration tells of one FFN."""
+
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+    bias: bool
+    output_bias: bool
+    activation: str
+
+
+@dataclass(frozen=True)
+class OuterShape:
+    """Of a model that is a mixture already: its experts, and what the user asked for.
+
+    `chosen` are the experts to convert (None: all), `min_tokens` what they must see.
+    `shared_path` and `shared_size` are of the expert that every token runs, if any.
+    """
+
+    num_experts: int
+    num_active: int
+    num_layers: int
+    min_tokens: int
+    chosen: tuple[int, ...] | None = None
+    shared_path: str | None = None
+    shared_size: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What config.json tells of a model: one FFN's shape, and where FFNs stand.
+
+    `layers` are those to convert. `path` leads from the base model to an FFN, with
+    `{}` for the layer; `identities` to modules that a replacement makes superfluous.
+    """
+
+    name: str
+    ffn: FFNShape
+    layers: tuple[int, ...]
+    path: str
+    identities: tuple[str, ...] = ()
+    outer: OuterShape | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much may run: a layout, or a share of the neurons that a token skips.
+
+    `grain` (coarse, medium, fine) limits how many experts a sparsity may lead to.
+    """
+
+    layout: Layout | None = None
+    sparsity: float | None = None
+    grain: str = "medium"
+
+    @property
+    def skipped(self) -> float:
+        """The sparsity that was asked for, or the usual one."""
+        return USUAL_SPARSITY if self.sparsity is None else self.sparsity
+
+
+def setting(
+    default: Any,
+    help: str,
+    least: int | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A field of a method: its default, what it means, and which values it takes."""
+    meta = {"help": help, "least": least, "choices": choices}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """One way to make a dense model do less work per token.
+
+    `needs` names what it wants besides the calibration text's activations: "gradients",
+    "token ids" or "domains". `saves` is False for a reference, which no model can hold.
+    """
+
+    description: ClassVar[Description]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    saves: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.metadata:
+                self._check_setting(one.name, one.default, one.metadata)
+
+    @property
+    def name(self) -> str:
+        return self.description.name
+
+    @property
+    def about(self) -> str:
+        return self.description.about
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the configuration of a converted model keeps."""
+        return {"name": self.name, "about": self.about, "settings": self.settings}
+
+    @abstractmethod
+    def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
+        """How the budget can be spent on such a model, the usual way first.
+
+        Several plans are tried on a few layers, and the best is taken. Raises
+        MoesaicError, with the reason, for a model or budget that the method is not for.
+        """
+
+    @abstractmethod
+    def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
+        """Converts a model in memory; `run` loops, measures, saves and resumes."""
+
+    def _check_setting(self, name: str, default: Any, meta: Mapping[str, Any]) -> None:
+        """Raises MoesaicError for a value that the setting does not take."""
+        value = getattr(self, name)
+        choices, least = meta["choices"], meta["least"]
+        if choices is not None:
+            if not isinstance(value, str) or value not in choices:
+                raise unknown(name, str(value), choices)
+            return
+        if isinstance(default, bool):
+            if type(value) is not bool:
+                raise MoesaicError(
+                    f"method {self.name!r}: {name} is {value!r}; it is true or false"
+                )
+            return
+        if value is None and default is None:
+            return
+        if type(value) is not int or value < least:
+            raise MoesaicError(
+                f"method {self.name!r}: {name} is {value!r}; it must be a whole number "
+                f">= {least}"
+            )
+
+
+@dataclass(frozen=True)
+class FFNMethod(Method):
+    """A method that replaces FFNs, one by one; or every expert of a mixture.
+
+    A subclass defines `convert_ffn` and `block`, and, where its sizes are not those of
+    a layout, `sizes`.
+    """
+
+    # Whether weights are fitted to tokens, so that others must be held out to judge.
+    fits_weights: ClassVar[bool] = False
+    # The number of experts that a published method has, where it is part of it.
+    experts: ClassVar[int | None] = None
+    # Whether several layouts of one sparsity are worth trying.
+    searches_layouts: ClassVar[bool] = False
+    # Whether layers can run different numbers of experts.
+    can_share_budgets: ClassVar[bool] = False
+    layer_budgets: ClassVar[str] = "uniform"
+
+    @abstractmethod
+    def block(self, ffn: FFNShape) -> BlockConfig:
+        """What all replacements have in common."""
+
+    @abstractmethod
+    def convert_ffn(
+        self,
+        weights: DenseFFN,
+        inputs: FFNInputs,
+        sizes: Sizes,
+        generator: np.random.Generator,
+    ) -> nn.Module:
+        """The module that stands in for one FFN."""
+
+    def statistics_kinds(self) -> tuple[StatisticsKind, ...]:
+        """The statistics it will ask its inputs for.
+
+        Of the experts of a mixture they are computed for many at once.
+        """
+        return ()
+
+    def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
+        """Neurons of one FFN's parts under a layout."""
+        return layout.sizes(intermediate_size)
+
+    def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
+        """The layouts that serve a budget, the usual one first."""
+        if budget.layout is not None:
+            return [budget.layout]
+        neurons = shape.ffn.intermediate_size
+        layouts = layouts_for(budget.skipped, neurons, budget.grain, self.experts)
+        # A mixture's experts are many: a search would convert each for every layout.
+        if self.searches_layouts and shape.outer is None:
+            return layouts
+        return layouts[:1]
+
+    def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
+        """One plan a layout, with the same sizes in every layer."""
+        return [self.plan(shape, layout) for layout in self.layouts(shape, budget)]
+
+    def plan(self, shape: ModelShape, layout: Layout) -> MoEConfig:
+        """What the configuration of the result will say."""
+        sizes = self.sizes(layout, shape.ffn.intermediate_size)
+        return MoEConfig(
+            method=self.to_dict(),
+            layout=str(layout),
+            block=self.block(shape.ffn),
+            path=shape.path,
+            identities=shape.identities,
+            layers=shape.layers,
+            sizes=(sizes,) * len(shape.layers),
+            outer=self._outer(shape.outer, layout),
+        )
+
+    def _outer(self, outer: OuterShape | None, layout: Layout) -> OuterConfig | None:
+        if outer is None:
+            return None
+        shared_sizes = None
+        # With chosen experts only those are converted, and the shared one stays.
+        if outer.shared_size is not None and outer.chosen is None:
+            shared_sizes = self.sizes(layout, outer.shared_size)
+        return OuterConfig(
+            num_experts=outer.num_experts,
+            num_active=outer.num_active,
+            num_layers=outer.num_layers,
+            min_tokens=outer.min_tokens,
+            chosen=outer.chosen,
+            shared_path=None if shared_sizes is None else outer.shared_path,
+            shared_sizes=shared_sizes,
+        )
+
+    def words(self, moe: MoEConfig) -> str:
+        """The plan in words, for tables and cards."""
+        sizes = moe.sizes[0]
+        return f"the best {sizes.active} of {sizes.total} neurons, no routing"
+
+    def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
+        """Replaces every FFN in turn, on inputs that passed the layers before it."""
+        return run.replace_ffns(self)
+
+
+def block_config(
+    ffn: FFNShape,
+    router: RouterConfig | None,
+    output_bias: bool = False,
+    replacement: str = "experts",
+) -> BlockConfig:
+    """The common part of replacements of such an FFN; `output_bias`: in any case."""
+    return BlockConfig(
+        replacement=replacement,
+        hidden_size=ffn.hidden_size,
+        gated=ffn.gated,
+        bias=ffn.bias,
+        activation=ffn.activation,
+        output_bias=ffn.output_bias or output_bias,
+        router=router,
+    )
+
+
+def shape_of(weights: DenseFFN) -> FFNShape:
+    """The shape of an FFN whose weights are at hand."""
+    return FFNShape(
+        hidden_size=weights.up_FD.shape[1],
+        intermediate_size=weights.intermediate_size,
+        gated=weights.gated,
+        bias=weights.up_bias_F is not None,
+        output_bias=weights.down_bias_D is not None,
+        activation=weights.activation,
+    )

@@ -1,0 +1,296 @@
+"""Methods that cut an FFN into a shared expert and routed ones, in four steps.
+
+Profile, partition, router, repair: a subclass overrides what it does otherwise.
+
+Shape suffixes: T tokens, F neurons, N neurons that are held.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.calibration.statistics import PLAIN, Statistics, StatisticsKind
+from moesaic.errors import MoesaicError
+from moesaic.families import DenseFFN
+from moesaic.methods.base import FFNMethod, FFNShape, block_config, shape_of
+from moesaic.modeling import (
+    BlockConfig,
+    MoEConfig,
+    MoesaicReplacement,
+    RouterConfig,
+    Sizes,
+)
+from moesaic.parts.carve import carve
+from moesaic.parts.importance import by_importance, output_norms
+from moesaic.parts.partition import Partition
+from moesaic.parts.repair import Kept, Repair, choose_repairs, with_up_rows
+
+FLOAT32_MOST = 1e38
+
+
+@dataclass
+class Made:
+    """How a replacement came about: what reports say of it. Not saved.
+
+    `repair` is what was done to the output weights, `static_repair` the same for
+    static pruning at this budget, where it was fitted along with it.
+    """
+
+    partition: Partition | None = None
+    static_N: torch.Tensor | None = None  # what static pruning keeps at this budget
+    repair: Repair | None = None
+    static_repair: Repair | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LayerFit:
+    """One FFN on its way: what is known of it, and what the steps so far have made."""
+
+    ffn: DenseFFN  # as it is to be cut: with copies where experts share neurons
+    dense: DenseFFN  # as it was
+    inputs: FFNInputs
+    sizes: Sizes
+    block: BlockConfig
+    generator: np.random.Generator
+    statistics: Statistics
+    energy_F: NDArray[np.float64]  # of every neuron's contribution, over all tokens
+    partition: Partition = field(init=False)
+    router: Any = None
+    made: Made = field(default_factory=Made)
+
+
+@dataclass(frozen=True)
+class ExpertMethod(FFNMethod):
+    """Shared and routed experts, by four steps.
+
+    A subclass defines `partition` and `router`, and `router_config`. `profile` gives
+    the statistics of kind `statistics_kind`; `repair` leaves the weights as they are.
+    """
+
+    statistics_kind: ClassVar[StatisticsKind] = PLAIN
+    output_bias: ClassVar[bool] = False
+
+    @abstractmethod
+    def router_config(self, ffn: FFNShape) -> RouterConfig | None:
+        """What the router computes, and what chooses; None without routing."""
+
+    def profile(self, ffn: DenseFFN, inputs: FFNInputs) -> Statistics:
+        """Activation statistics of the FFN on its calibration inputs."""
+        return inputs.statistics(ffn, self.statistics_kind)
+
+    @abstractmethod
+    def partition(self, fit: LayerFit) -> Partition:
+        """Which neurons are shared, and which make up each routed expert."""
+
+    @abstractmethod
+    def make_router(self, fit: LayerFit) -> Any:
+        """The router of the partition's experts; None without routing."""
+
+    def repair(self, fit: LayerFit) -> DenseFFN:
+        """The FFN's weights, refitted to what the router lets through."""
+        return fit.ffn
+
+    def assemble(self, fit: LayerFit, repaired: DenseFFN) -> MoesaicReplacement:
+        """The module that holds the partition's neurons and the router."""
+        return carve(repaired, fit.partition, fit.router, fit.block, fit.sizes)
+
+    def block(self, ffn: FFNShape) -> BlockConfig:
+        return block_config(ffn, self.router_config(ffn), self.output_bias)
+
+    def statistics_kinds(self) -> tuple[StatisticsKind, ...]:
+        kinds = (self.statistics_kind, self._plain_kind)
+        return tuple(dict.fromkeys(kinds))
+
+    @property
+    def _plain_kind(self) -> StatisticsKind:
+        """Of the FFN as it is, where the profile is of a normalised one."""
+        return PLAIN if self.statistics_kind.normalise else self.statistics_kind
+
+    @torch.no_grad()
+    def convert_ffn(
+        self,
+        weights: DenseFFN,
+        inputs: FFNInputs,
+        sizes: Sizes,
+        generator: np.random.Generator,
+    ) -> MoesaicReplacement:
+        """The four steps in order. Raises MoesaicError where h is not finite."""
+        fit = self.begin(weights, inputs, sizes, generator)
+        fit.partition = self.partition(fit)
+        fit = spread_out(fit)
+        fit.router = self.make_router(fit)
+        repaired = self.repair(fit)
+        replacement = self.assemble(fit, repaired)
+        replacement.made = fit.made
+        return replacement
+
+    def begin(
+        self,
+        weights: DenseFFN,
+        inputs: FFNInputs,
+        sizes: Sizes,
+        generator: np.random.Generator,
+    ) -> LayerFit:
+        """Profiles the FFN, and notes what is odd about it."""
+        if inputs.device.type == "mps":
+            raise MoesaicError(
+                "conversions solve in float64, which mps has not; take --device cpu"
+            )
+        statistics = self.profile(weights, inputs)
+        plain = statistics
+        if self.statistics_kind.normalise:
+            plain = inputs.statistics(weights, self._plain_kind)
+        energy_F = plain.energy_F * output_norms(weights)
+        total = energy_F.sum()
+        if not total * len(energy_F) < FLOAT32_MOST:
+            raise MoesaicError(
+                f"the FFN's outputs have an energy of {total:.2g}, beyond float32's "
+                "range: its weights or activations are broken"
+            )
+        block = self.block(shape_of(weights))
+        fit = LayerFit(
+            weights, weights, inputs, sizes, block, generator, statistics, energy_F
+        )
+        fit.made.static_N = static_neurons(energy_F, sizes, weights.up_FD.device)
+        dead = int((energy_F == 0).sum())
+        if dead:
+            fit.made.notes.append(
+                f"{dead} neurons of {len(energy_F)} add nothing on any token"
+            )
+        return fit
+
+    def words(self, moe: MoEConfig) -> str:
+        router = moe.router
+        if router is None:
+            return super().words(moe)
+        sizes = moe.sizes[0]
+        mean = "" if router.fixed_count else "on average "
+        kind = "experts" if moe.outer is None else "sub-experts"
+        return (
+            f"{sizes.shared} shared neurons, {mean}{active_words(moe)} of "
+            f"{sizes.num_routed} routed {kind} of {sizes.expert}"
+        )
+
+
+def active_words(moe: MoEConfig) -> str:
+    """Routed experts per token, and how far layers differ in them."""
+    budgets = moe.budgets
+    if not budgets:
+        return str(moe.sizes[0].num_active)
+    mean = round(sum(budgets) / len(budgets))
+    return f"{mean} ({min(budgets)} to {max(budgets)} in a layer)"
+
+
+def spread_out(fit: LayerFit) -> LayerFit:
+    """Where index lists overlap, the FFN with every copy as a neuron of its own.
+
+    The steps that follow then refit each copy by itself. Repairs still aim at the
+    output of the FFN as it was.
+    """
+    neurons_N = fit.partition.neurons_N
+    fit.made.partition = fit.partition
+    if len(np.unique(neurons_N)) == len(neurons_N):
+        return fit
+    index_N = torch.from_numpy(neurons_N).to(fit.ffn.up_FD.device)
+    shared = len(fit.partition.shared_S)
+    places_N = np.arange(len(neurons_N))
+    experts_RM = places_N[shared:].reshape(fit.partition.experts_RM.shape)
+    fit.ffn = fit.ffn.subset(index_N)
+    fit.partition = Partition(places_N[:shared], experts_RM)
+    return fit
+
+
+def static_neurons(
+    energy_F: NDArray[np.float64], sizes: Sizes, device: torch.device
+) -> torch.Tensor:
+    """The neurons of largest contribution, as many as run for a token."""
+    best_F = by_importance(energy_F)
+    return torch.from_numpy(np.sort(best_F[: sizes.active])).to(device)
+
+
+def mask_of(
+    partition: Partition, router: Any
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The mask (T, N) of held neurons that run for inputs x; None without a router."""
+    if router is None:
+        return None
+
+    def mask(x_TD: torch.Tensor) -> torch.Tensor:
+        return partition.mask(router.choose(router.scores(x_TD)))
+
+    return mask
+
+
+def fit_repair(
+    fit: LayerFit,
+    method: str,
+    intercept: bool,
+    up_steps: int = 0,
+    mask: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> DenseFFN:
+    """W_down refitted, and with `up_steps` the rows of W_up too, if that helps.
+
+    Notes in `fit.made` what was done. The static reference is fitted in the same pass,
+    where nothing was copied.
+    """
+    made = fit.made
+    neurons_N = torch.from_numpy(fit.partition.neurons_N).to(fit.ffn.up_FD.device)
+    kept = Kept(neurons_N, mask)
+    repair = _fit_outputs(fit, kept, method, intercept)
+    repaired = repair.apply(fit.ffn, kept)
+    if up_steps and fit.ffn.gated:
+        better = with_up_rows(fit.inputs, fit.dense, repaired, kept, up_steps)
+        (again,) = choose_repairs(
+            fit.inputs, better, [kept], method, intercept, target=fit.dense
+        )
+        if again.error_after < repair.error_after:
+            repaired = again.apply(better, kept)
+            repair = again.after_up_rows(repair)
+        else:
+            made.notes.append(
+                "rows of W_up kept: refitted, they lose more on held-out tokens"
+            )
+    if repair.note:
+        made.notes.append(repair.note)
+    finite = [torch.isfinite(tensor).all() for tensor in repaired.tensors().values()]
+    if not all(finite):
+        repaired = fit.ffn
+        repair = repair.undone()
+        dtype = fit.ffn.up_FD.dtype
+        made.notes.append(f"repair skipped: it exceeds the range of {dtype}")
+    made.repair = repair
+    return repaired
+
+
+def _fit_outputs(fit: LayerFit, kept: Kept, method: str, intercept: bool) -> Repair:
+    """The repair of W_down; beside it, in the same pass, that of static pruning."""
+    if fit.ffn is not fit.dense:
+        (repair,) = choose_repairs(
+            fit.inputs, fit.ffn, [kept], method, intercept, target=fit.dense
+        )
+        return repair
+    static_N = fit.made.static_N
+    assert static_N is not None
+    # Static pruning by contribution is its own reference.
+    is_reference = kept.mask is None and bool(torch.equal(kept.neurons_N, static_N))
+    both = [kept] if is_reference else [kept, Kept(static_N)]
+    repairs = choose_repairs(fit.inputs, fit.ffn, both, method, intercept)
+    fit.made.static_repair = repairs[-1]
+    return repairs[0]
+
+
+def fit_static_reference(
+    inputs: FFNInputs, ffn: DenseFFN, static_N: torch.Tensor
+) -> Repair:
+    """Least squares for static pruning, on a sample of the tokens."""
+    (repair,) = choose_repairs(inputs, ffn, [Kept(static_N)], "least-squares", False)
+    return repair

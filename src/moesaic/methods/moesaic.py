@@ -1,0 +1,278 @@
+"""moesaic, ours: experts by contribution, a router in closed form, repaired outputs.
+
+docs/method.md holds the equations. `moesaic` has a linear router and a fixed number of
+experts for every token, which stock architectures hold. `moesaic-dynamic` runs every
+expert above its threshold, reads products of directions too, and lets layers share one
+budget. Both cost about 3.5 forward passes over the calibration tokens; sharing a budget
+takes three to four times as long.
+
+Shape suffixes: T tokens, S tokens of the sample, D hidden_size, P features, R routed
+experts, C directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moesaic.calibration.statistics import StatisticsKind
+from moesaic.errors import MoesaicError
+from moesaic.families import DenseFFN
+from moesaic.methods.base import LAYER_BUDGETS, FFNShape, setting
+from moesaic.methods.contents import METHODS
+from moesaic.methods.expert_method import ExpertMethod, LayerFit, fit_repair, mask_of
+from moesaic.modeling import RouterConfig, new_router
+from moesaic.parts.clustering import contribution_kmeans, random_groups, reassign
+from moesaic.parts.directions import directions
+from moesaic.parts.energies import expert_energies, expert_grams
+from moesaic.parts.importance import (
+    by_importance,
+    contribution,
+    observability,
+    variance,
+)
+from moesaic.parts.partition import Partition
+from moesaic.parts.ridge_router import Ridge, fit_linear_router, log_energy, mean_of
+from moesaic.parts.thresholds import budget_thresholds
+
+IMPORTANCE = ("contribution", "observability", "random", "variance")
+GROUPS = ("contribution-kmeans", "random")
+REPAIRS = ("least-squares", "mean", "none")
+
+
+@dataclass(frozen=True)
+class Moesaic(ExpertMethod):
+    """Experts of one size, K of them for every token, chosen by a matrix product.
+
+    With `directions` the router also reads products of pairs of so many directions of
+    its input, at the price of stock architectures.
+    """
+
+    description = METHODS["moesaic"]
+    fits_weights = True
+    searches_layouts = True
+    chooser: ClassVar[str] = "topk"
+
+    importance: str = setting(
+        "contribution", "What decides which neurons are shared.", choices=IMPORTANCE
+    )
+    groups: str = setting(
+        "contribution-kmeans", "How the other neurons are grouped.", choices=GROUPS
+    )
+    kmeans_rounds: int = setting(4, "Rounds of balanced k-means, at most.", 1)
+    reassign_rounds: int = setting(
+        6, "Rounds in which neurons move to experts the router picks.", 0
+    )
+    directions: int = setting(
+        0, "Directions whose products the router reads as well; 0: none.", 0
+    )
+    repair_by: str = setting(
+        "least-squares", "How output weights are refitted.", choices=REPAIRS
+    )
+    intercept: bool = setting(False, "Whether the repair may add an output bias.")
+    up_steps: int = setting(
+        0, "Steps that refit the rows of W_up too; 4 loses less, takes longer.", 0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        repaired = self.repair_by != "none"
+        if self.intercept and not repaired:
+            raise self._contradiction(
+                "an intercept comes from a repair; choose one, or intercept=false"
+            )
+        if self.up_steps and not repaired:
+            raise self._contradiction(
+                "rows of W_up are refitted between two repairs; choose one, or "
+                "up_steps=0"
+            )
+
+    @property
+    def output_bias(self) -> bool:  # type: ignore[override]
+        return self.intercept
+
+    @property
+    def statistics_kind(self) -> StatisticsKind:  # type: ignore[override]
+        grouped = self.groups == "contribution-kmeans"
+        return StatisticsKind(
+            sample=grouped or self.reassign_rounds > 0,
+            gram=self.importance == "observability",
+        )
+
+    def router_config(self, ffn: FFNShape) -> RouterConfig:
+        return RouterConfig(
+            kind="quadratic" if self.directions else "linear",
+            chooser=self.chooser,
+            directions=min(self.directions, ffn.hidden_size),
+        )
+
+    def partition(self, fit: LayerFit) -> Partition:
+        """Shared: the neurons of largest importance. The others are grouped."""
+        order_F = by_importance(self._importance(fit))
+        shared_S = np.sort(order_F[: fit.sizes.shared])
+        candidates_N = np.sort(order_F[fit.sizes.shared :])
+        experts_RM = self._groups(fit, candidates_N)
+        if not self.reassign_rounds:
+            return Partition(shared_S, experts_RM)
+        experts_RM, kept_energy = self._reassigned(fit, experts_RM)
+        return Partition(shared_S, experts_RM, kept_energy)
+
+    def make_router(self, fit: LayerFit) -> Any:
+        return fit_router(fit)
+
+    def repair(self, fit: LayerFit) -> DenseFFN:
+        if self.repair_by == "none":
+            return fit.ffn
+        mask = mask_of(fit.partition, fit.router)
+        return fit_repair(fit, self.repair_by, self.intercept, self.up_steps, mask)
+
+    def _importance(self, fit: LayerFit) -> NDArray[np.float64]:
+        if self.importance == "contribution":
+            return contribution(fit.statistics, fit.ffn)
+        if self.importance == "variance":
+            return variance(fit.statistics, fit.ffn)
+        if self.importance == "observability":
+            return observability(fit.statistics, fit.ffn)
+        neurons = fit.ffn.intermediate_size
+        return fit.generator.permutation(neurons).astype(np.float64)
+
+    def _groups(
+        self, fit: LayerFit, candidates_N: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        routed = fit.sizes.num_routed
+        if self.groups == "random":
+            return random_groups(candidates_N, routed, fit.generator)
+        return contribution_kmeans(
+            fit.statistics, fit.ffn, candidates_N, routed, self.kmeans_rounds
+        )
+
+    def _reassigned(
+        self, fit: LayerFit, experts_RM: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], list[float]]:
+        sample_x_SD = fit.statistics.sample_x_SD
+        assert sample_x_SD is not None
+        ridge = Ridge.of(lambda: [sample_x_SD], centre=False)
+
+        def scores(energy_SR: torch.Tensor) -> torch.Tensor:
+            target_SR = log_energy(energy_SR, dim=1)
+            weight_DR = ridge.solve(lambda: [sample_x_SD], target_SR)
+            return sample_x_SD @ weight_DR
+
+        return reassign(
+            fit.statistics,
+            fit.ffn,
+            experts_RM,
+            fit.sizes.num_active,
+            self.reassign_rounds,
+            scores,
+        )
+
+    def _contradiction(self, why: str) -> MoesaicError:
+        return MoesaicError(f"method {self.name!r}: {why}")
+
+
+@dataclass(frozen=True)
+class MoesaicDynamic(Moesaic):
+    """Every expert above its threshold runs: a token runs as many as it needs."""
+
+    description = METHODS["moesaic-dynamic"]
+    chooser = "threshold"
+    can_share_budgets = True
+
+    directions: int = setting(
+        8, "Directions whose products the router reads as well; 0: none.", 0
+    )
+    intercept: bool = setting(True, "Whether the repair may add an output bias.")
+    cap: int | None = setting(None, "Most experts of one token.", 1)
+    layer_budgets: str = setting(  # type: ignore[misc]
+        "gradient",
+        "How many experts each layer runs: uniform, or as many as are worth most.",
+        choices=LAYER_BUDGETS,
+    )
+
+    def router_config(self, ffn: FFNShape) -> RouterConfig:
+        config = super().router_config(ffn)
+        return RouterConfig(
+            config.kind, config.chooser, config.directions, cap=self.cap
+        )
+
+
+def fit_router(fit: LayerFit) -> Any:
+    """A linear or quadratic router, fitted to the experts' energies.
+
+    Its weights are rounded to the model's dtype before thresholds are taken from its
+    scores.
+    """
+    dtype = fit.ffn.up_FD.dtype
+    device = fit.ffn.up_FD.device
+    router: Any = new_router(fit.block, fit.sizes).to(device)
+    by_threshold = router.chooser == "threshold"
+    features = _Features(fit, router, by_threshold)
+    experts_RM = torch.from_numpy(fit.partition.experts_RM).to(device)
+    gram_RMM = expert_grams(fit.ffn, experts_RM)
+    energy_TR = torch.cat(
+        [
+            expert_energies(fit.ffn.hidden(x_TD), experts_RM, gram_RMM)
+            for x_TD in fit.inputs.fit()
+        ]
+    )
+    weight_RP = fit_linear_router(
+        features.blocks, energy_TR, by_threshold, features.centred
+    )
+    router.score_proj.weight.data = weight_RP.to(dtype)
+    if by_threshold:
+        set_thresholds(router, fit)
+    return router
+
+
+class _Features:
+    """What the router multiplies, block by block.
+
+    Products of directions are read about ten times: they are kept, T P floats, rather
+    than made anew.
+    """
+
+    def __init__(self, fit: LayerFit, router: Any, by_threshold: bool):
+        self.inputs = fit.inputs
+        self.kept: list[torch.Tensor] = []
+        self.centred = False
+        if fit.block.router is not None and fit.block.router.directions:
+            self._find_directions(router, fit.ffn.up_FD.dtype)
+            self._keep(router, by_threshold)
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        if not self.kept:
+            return (x_TD.float() for x_TD in self.inputs.fit())
+        return (phi_TP.to(self.inputs.device) for phi_TP in self.kept)
+
+    def _find_directions(self, router: Any, dtype: torch.dtype) -> None:
+        count = router.feature_proj.out_features
+        weight_CD, bias_C = directions(self.blocks, count)
+        router.feature_proj.weight.data = weight_CD.to(dtype)
+        router.feature_proj.bias.data = bias_C.to(dtype)
+
+    def _keep(self, router: Any, by_threshold: bool) -> None:
+        storage = self.inputs.storage
+        self.kept = [router.features(x).to(storage) for x in self.inputs.fit()]
+        self.centred = by_threshold
+        if by_threshold:
+            mean_P = mean_of(lambda: iter(self.kept))
+            for phi_TP in self.kept:
+                phi_TP -= mean_P
+
+
+def set_thresholds(router: Any, fit: LayerFit) -> None:
+    """Thresholds of equal loads, so that the mean budget of experts runs."""
+    score_TR = torch.cat([router.scores(x_TD) for x_TD in fit.inputs.fit()])
+
+    def count(threshold_R: torch.Tensor) -> int:
+        router.selection_bias.copy_(-threshold_R)
+        return int(router.choose(score_TR).sum())
+
+    threshold_R = budget_thresholds(score_TR, fit.sizes.num_active, count)
+    router.selection_bias.copy_(-threshold_R)

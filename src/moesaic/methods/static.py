@@ -1,0 +1,53 @@
+"""Static pruning: the best neurons of each FFN stay, the others are dropped.
+
+The rival that every router has to beat at equal work: nothing is chosen per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moesaic.families import DenseFFN
+from moesaic.layout import Layout
+from moesaic.methods.base import FFNShape
+from moesaic.methods.contents import METHODS
+from moesaic.methods.expert_method import ExpertMethod, LayerFit, fit_repair
+from moesaic.modeling import Sizes
+from moesaic.parts.importance import by_importance, contribution
+from moesaic.parts.partition import NO_EXPERTS, Partition
+
+
+@dataclass(frozen=True)
+class Static(ExpertMethod):
+    """Keeps the neurons of largest contribution."""
+
+    description = METHODS["static"]
+
+    def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
+        """As many neurons as the layout runs for a token, and no experts."""
+        active = layout.sizes(intermediate_size).active
+        return Sizes(active, 0, 0, 0, intermediate_size)
+
+    def router_config(self, ffn: FFNShape) -> None:
+        return None
+
+    def partition(self, fit: LayerFit) -> Partition:
+        order_F = by_importance(contribution(fit.statistics, fit.ffn))
+        return Partition(np.sort(order_F[: fit.sizes.shared]), NO_EXPERTS)
+
+    def make_router(self, fit: LayerFit) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class StaticRepaired(Static):
+    """The same, with W_down refitted by least squares to the dense output."""
+
+    description = METHODS["static-repaired"]
+    fits_weights = True
+
+    def repair(self, fit: LayerFit) -> DenseFFN:
+        return fit_repair(fit, "least-squares", intercept=False)

@@ -1,0 +1,118 @@
+"""The mixture that replaces a dense FFN: a shared expert, routed ones, and a router.
+
+Leaf: this file is copied beside the weights, so it imports torch and transformers only.
+
+Shape suffixes: T tokens, D hidden_size, R routed experts, P pairs of a token and an
+expert that runs for it, S neurons of the shared expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from .experts_moesaic import MoesaicExperts
+from .hierarchy_moesaic import MoesaicHierarchy
+from .moe_config_moesaic import BlockConfig, Sizes
+from .replacement_moesaic import MoesaicReplacement
+from .routers_moesaic import new_router
+
+FEW = 0.25  # share of the experts up to which gathering tokens is faster than a mask
+
+
+class MoesaicSharedExpert(nn.Module):
+    """The always-active neurons, contiguous: a dense FFN of S neurons."""
+
+    def __init__(self, block: BlockConfig, size: int):
+        super().__init__()
+        hidden = block.hidden_size
+        self.gate_proj = None
+        if block.gated:
+            self.gate_proj = nn.Linear(hidden, size, bias=block.bias)
+        self.up_proj = nn.Linear(hidden, size, bias=block.bias)
+        self.down_proj = nn.Linear(size, hidden, bias=False)
+        self.act_fn = ACT2FN[block.activation]
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        up_TS = self.up_proj(x_TD)
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(up_TS))
+        gate_TS = self.act_fn(self.gate_proj(x_TD))
+        return self.down_proj(gate_TS * up_TS)
+
+
+class MoesaicBlock(MoesaicReplacement):
+    """F(x) = shared(x) + sum over chosen experts of gate * expert(x) (paper, eq. 4).
+
+    A part of size zero is absent: without routed experts the block is a smaller dense
+    FFN, which is what static pruning leaves.
+    """
+
+    stacked = MoesaicHierarchy
+
+    def __init__(self, block: BlockConfig, sizes: Sizes, router: Any = None):
+        super().__init__()
+        self.block = block
+        self.sizes = sizes
+        self.shared_expert = None
+        self.router = None
+        self.experts = None
+        self.output_bias = None
+        if sizes.shared:
+            self.shared_expert = MoesaicSharedExpert(block, sizes.shared)
+        if sizes.num_routed:
+            self.router = new_router(block, sizes) if router is None else router
+            self.experts = MoesaicExperts(block, sizes.num_routed, sizes.expert)
+        if block.output_bias:
+            self.output_bias = nn.Parameter(torch.zeros(block.hidden_size))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        y_TD = None
+        if self.shared_expert is not None:
+            y_TD = self.shared_expert(x_TD)
+        if self.experts is not None:
+            routed_TD = self._routed(x_TD)
+            y_TD = routed_TD if y_TD is None else y_TD + routed_TD
+        if self.output_bias is not None:
+            y_TD = y_TD + self.output_bias
+        return y_TD.view_as(hidden_states)
+
+    def _routed(self, x_TD: torch.Tensor) -> torch.Tensor:
+        if self.view is not None:
+            return self.experts(x_TD, None, self._viewed_gates(x_TD))
+        if self.router.chooser == "topk":
+            index_TK, gate_TK = self.router(x_TD)
+            return self.experts(x_TD, index_TK, gate_TK)
+        # Every pair as a token of its own with one expert: as much work as pairs.
+        token_P, expert_P, gate_P = self.router(x_TD)
+        y_PD = self.experts(x_TD[token_P], expert_P[:, None], gate_P[:, None])
+        return torch.zeros_like(x_TD).index_add_(0, token_P, y_PD)
+
+    def _viewed_gates(self, x_TD: torch.Tensor) -> torch.Tensor:
+        router = self.router
+
+        def values() -> torch.Tensor:
+            return router.biased(router.scores(x_TD.detach()))
+
+        return self.view(router, values, router.gates_of_all(x_TD))
+
+    def chosen(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Which routed experts run (T, R)."""
+        return self.router.choose(self.router.scores(x_TD))
+
+    def active_weights(self) -> float:
+        neuron = self.block.matrices * self.block.hidden_size
+        return float(neuron * self.sizes.active)
+
+    def router_weights(self) -> float:
+        return 0.0 if self.router is None else float(self.router.active_weights())
+
+    def router_modules(self) -> dict[str, nn.Module]:
+        return {} if self.router is None else {"router": self.router}
+
+    def mask_pays(self) -> bool:
+        return self.sizes.num_active > FEW * self.sizes.num_routed

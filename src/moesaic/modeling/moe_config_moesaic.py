@@ -1,0 +1,394 @@
+"""What a converted model's `config.json` says under "moesaic", as types.
+
+Leaf: this file is copied beside the weights, so it imports nothing but Python's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+FORMAT = 2
+ROUTER_KINDS = ("linear", "quadratic", "neuron-copies", "gates")
+CHOOSERS = ("topk", "threshold")
+REPLACEMENT_KINDS = ("experts", "neurons")
+CONVERT_AGAIN = (
+    "was written by an older moesaic, in a form that this one does not read; convert "
+    "the dense model again: moesaic convert {base} --output DIR"
+)
+
+
+class ConfigError(ValueError):
+    """A configuration that is damaged, contradicts itself, or is of an older form."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Neurons of one FFN: shared, of each routed expert, and left out for good.
+
+    Index lists of experts may overlap, so `intermediate` is the dense FFN's own width
+    where it is given, and the sum of the parts where it is not.
+    """
+
+    shared: int
+    expert: int
+    num_routed: int
+    num_active: int
+    intermediate: int | None = None
+
+    @property
+    def stored(self) -> int:
+        """Neurons that the replacement holds."""
+        return self.shared + self.num_routed * self.expert
+
+    @property
+    def total(self) -> int:
+        """Neurons of the dense FFN."""
+        return self.stored if self.intermediate is None else self.intermediate
+
+    @property
+    def active(self) -> int:
+        """Neurons computed for a token, on average."""
+        return self.shared + self.num_active * self.expert
+
+    @property
+    def padded(self) -> int:
+        """Neurons of a routed expert as stored: whole rows of 16 bytes."""
+        return padded(self.expert)
+
+    def wrong(self) -> str | None:
+        """The first field whose value makes no sense."""
+        for name in ("shared", "expert", "num_routed", "num_active"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                return name
+        if self.num_routed and not self.expert:
+            return "expert"
+        if not min(self.num_routed, 1) <= self.num_active <= self.num_routed:
+            return "num_active"
+        if type(self.total) is not int or self.active > self.total:
+            return "intermediate"
+        return None
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How experts are scored, and how many of them run.
+
+    `kind` is what the router computes: a matrix product with the input ("linear"), the
+    same with products of C `directions` appended ("quadratic"), copies of one neuron
+    per expert ("neuron-copies"), or the FFN's own gates and a stand-in for W_up of
+    rank `directions` ("gates"). `chooser` is "topk" (the K best) or "threshold" (all
+    above it, at most `cap`). `absolute` ranks by the absolute value of scores.
+    """
+
+    kind: str
+    chooser: str
+    directions: int = 0
+    absolute: bool = False
+    cap: int | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether scores are a matrix product with the input, as stock routers' are."""
+        return self.kind == "linear"
+
+    @property
+    def fixed_count(self) -> bool:
+        """Whether every token runs the same number of experts."""
+        return self.chooser == "topk"
+
+    def wrong(self, hidden_size: int) -> str | None:
+        """The first field whose value makes no sense."""
+        if self.kind not in ROUTER_KINDS:
+            return "kind"
+        if self.chooser not in CHOOSERS:
+            return "chooser"
+        if not is_count(self.directions) or self.directions > hidden_size:
+            return "directions"
+        if type(self.absolute) is not bool:
+            return "absolute"
+        if self.cap is not None and not (is_count(self.cap) and self.cap):
+            return "cap"
+        return None
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What all replacements of a model have in common.
+
+    `replacement` names the class: "experts" or "neurons". `gated`, `bias` and
+    `activation` are the dense FFN's; `output_bias` says whether the replacement adds
+    one (the FFN's, or a repair's intercept). Without `router` nothing is routed.
+    """
+
+    replacement: str
+    hidden_size: int
+    gated: bool
+    bias: bool
+    activation: str
+    output_bias: bool
+    router: RouterConfig | None = None
+
+    @property
+    def matrices(self) -> int:
+        """Rows of weight matrices that belong to one neuron."""
+        return 3 if self.gated else 2
+
+    def wrong(self) -> str | None:
+        """The first field whose value makes no sense."""
+        if self.replacement not in REPLACEMENT_KINDS:
+            return "replacement"
+        for name in ("gated", "bias", "output_bias"):
+            if type(getattr(self, name)) is not bool:
+                return name
+        if self.router is None:
+            return None if self.replacement == "experts" else "router"
+        wrong = self.router.wrong(self.hidden_size)
+        if wrong is not None:
+            return f"router {wrong}"
+        alone = self.replacement == "neurons"
+        if alone != (self.router.kind == "gates") or (alone and not self.gated):
+            return "router kind"
+        return None
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """The mixture that the model was before, whose experts were converted one by one.
+
+    `num_experts` of a layer, `num_active` of them run for a token, in `num_layers`
+    layers. `chosen` (None: all) and `min_tokens` are what the user asked for; `whole`
+    names, by layer, the experts that stay as they were. `shared_path` and
+    `shared_sizes` are of the shared expert that every token runs, where it was
+    converted as one more FFN.
+    """
+
+    num_experts: int
+    num_active: int
+    num_layers: int
+    min_tokens: int
+    chosen: tuple[int, ...] | None = None
+    whole: dict[str, list[int]] = field(default_factory=dict)
+    shared_path: str | None = None
+    shared_sizes: Sizes | None = None
+
+    def whole_experts(self, layer: int) -> list[int]:
+        """The experts of a layer that stay as they were."""
+        return self.whole.get(str(layer), [])
+
+    def wrong(self, layers: tuple[int, ...], depth: int) -> str | None:
+        """The first field whose value makes no sense."""
+        experts = self.num_experts
+        if type(experts) is not int or experts < 1:
+            return "outer num_experts"
+        if type(self.num_active) is not int or not 1 <= self.num_active <= experts:
+            return "outer num_active"
+        if not len(layers) <= self.num_layers <= depth:
+            return "outer num_layers"
+        numbers = {str(layer) for layer in layers}
+        for layer, whole in self.whole.items():
+            ascending = whole == sorted(set(whole))
+            if layer not in numbers or not ascending:
+                return "outer whole"
+            if not set(whole) <= set(range(experts)):
+                return "outer whole"
+        if (self.shared_path is None) != (self.shared_sizes is None):
+            return "outer shared_sizes"
+        if self.shared_sizes is not None and self.shared_sizes.wrong() is not None:
+            return "outer shared_sizes"
+        if self.shared_path is not None and "{}" not in self.shared_path:
+            return "outer shared_path"
+        return None
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """How a model was converted, and all that is needed to build it again.
+
+    - `method`: its name, its settings and one sentence about it
+    - `layout`: SxAyEz, as the user asked for it
+    - `path` of the FFN from the base model, with `{}` for the layer; `identities` are
+      modules that the replacement makes superfluous
+    - `layers`: those that were converted; `sizes`: of each of them
+    - `outer`: only where the model was a mixture before
+    - `base_model`, `source`, `calibration`, `versions`, `finetune`: how it was made
+    """
+
+    method: dict[str, Any]
+    layout: str
+    block: BlockConfig
+    path: str
+    identities: tuple[str, ...]
+    layers: tuple[int, ...]
+    sizes: tuple[Sizes, ...]
+    outer: OuterConfig | None = None
+    base_model: str = ""
+    source: str | None = None
+    calibration: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    finetune: dict[str, Any] | None = None
+    format: int = FORMAT
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return str(self.method["name"])
+
+    @property
+    def router(self) -> RouterConfig | None:
+        return self.block.router
+
+    def sizes_of(self, layer: int) -> Sizes:
+        """The sizes of one converted layer."""
+        return self.sizes[self.layers.index(layer)]
+
+    @property
+    def uniform_sizes(self) -> Sizes | None:
+        """The sizes of all layers where they are the same."""
+        first = self.sizes[0]
+        return first if all(sizes == first for sizes in self.sizes) else None
+
+    @property
+    def budgets(self) -> list[int]:
+        """Routed experts per token by layer, where layers differ; else empty."""
+        active = [sizes.num_active for sizes in self.sizes]
+        return active if len(set(active)) > 1 else []
+
+    def replacement_path(self, layer: int) -> str:
+        """Where, from the base model, the replacement of a layer stands."""
+        return self.path.format(layer)
+
+    def with_budgets(self, budgets: tuple[int, ...]) -> MoEConfig:
+        """The same with so many routed experts per token in each converted layer."""
+        pairs = zip(self.sizes, budgets, strict=True)
+        sizes = tuple(replace(one, num_active=active) for one, active in pairs)
+        return replace(self, sizes=sizes)
+
+    def with_whole(self, layer: int, experts: list[int]) -> MoEConfig:
+        """The same where these experts of a layer stay as they were."""
+        if self.outer is None:
+            return self
+        whole = {
+            key: kept for key, kept in self.outer.whole.items() if key != str(layer)
+        }
+        if experts:
+            whole[str(layer)] = sorted(experts)
+        return replace(self, outer=replace(self.outer, whole=whole))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it: lists for tuples, nothing where nothing was given."""
+        values = asdict(self)
+        values["sizes"] = [asdict(sizes) for sizes in self.sizes]
+        return _plain({key: v for key, v in values.items() if v is not None})
+
+    @classmethod
+    def from_dict(cls, values: Any) -> MoEConfig:
+        """Reads what `to_dict` wrote.
+
+        Raises ConfigError where it is damaged or of an older form.
+        """
+        if not isinstance(values, dict):
+            raise ConfigError(f"is damaged: moesaic holds {values!r}")
+        if values.get("format") != FORMAT:
+            base = values.get("base_model") or "MODEL"
+            raise ConfigError(CONVERT_AGAIN.format(base=base))
+        try:
+            return cls(**_typed(values))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"is damaged ({error!r})") from error
+
+    def check(self, hidden_size: int, depth: int) -> None:
+        """Raises ConfigError where values make no sense or contradict each other."""
+        try:
+            wrong = self._wrong(hidden_size, depth)
+        except (TypeError, AttributeError, ValueError, IndexError, KeyError) as error:
+            raise ConfigError(f"is damaged ({error!r})") from error
+        if wrong is not None:
+            raise ConfigError(
+                f"contradicts itself: {wrong} does not fit the layout {self.layout}; "
+                "fetch the model again, or convert it again"
+            )
+
+    def _wrong(self, hidden_size: int, depth: int) -> str | None:
+        if self.block.hidden_size != hidden_size:
+            return "hidden_size"
+        wrong = self.block.wrong()
+        if wrong is not None:
+            return wrong
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            return "layers"
+        if not set(self.layers) <= set(range(depth)):
+            return "layers"
+        if "{}" not in self.path or not all("{}" in path for path in self.identities):
+            return "path"
+        if len(self.sizes) != len(self.layers):
+            return "sizes"
+        for sizes in self.sizes:
+            wrong = self._wrong_sizes(sizes)
+            if wrong is not None:
+                return wrong
+        if self.outer is None:
+            return None
+        if self.budgets:
+            return "num_active"
+        return self.outer.wrong(self.layers, depth)
+
+    def _wrong_sizes(self, sizes: Sizes) -> str | None:
+        wrong = sizes.wrong()
+        if wrong is not None:
+            return wrong
+        if (self.router is None) != (sizes.num_routed == 0):
+            return "num_routed"
+        if sizes.total != self.sizes[0].total:
+            return "intermediate"
+        if self.block.replacement == "neurons" and (sizes.expert, sizes.shared) != (
+            1,
+            0,
+        ):
+            return "expert"
+        return None
+
+
+def is_count(value: object) -> bool:
+    """Whether a value that was read is a whole number of at least 0."""
+    return type(value) is int and value >= 0
+
+
+def padded(count: int) -> int:
+    """Rounded up to a multiple of 8."""
+    return -(-count // 8) * 8
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, all the way down."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of MoEConfig from plain values. Raises KeyError for one that lacks."""
+    known = {one.name for one in fields(MoEConfig)}
+    typed = {key: value for key, value in values.items() if key in known}
+    block = dict(values["block"])
+    router = block["router"]
+    block["router"] = None if router is None else RouterConfig(**router)
+    typed["block"] = BlockConfig(**block)
+    typed["layers"] = tuple(values["layers"])
+    typed["identities"] = tuple(values["identities"])
+    typed["sizes"] = tuple(Sizes(**sizes) for sizes in values["sizes"])
+    if values.get("outer") is not None:
+        typed["outer"] = _typed_outer(values["outer"])
+    return typed
+
+
+def _typed_outer(values: dict[str, Any]) -> OuterConfig:
+    outer = dict(values)
+    if outer["chosen"] is not None:
+        outer["chosen"] = tuple(outer["chosen"])
+    if outer["shared_sizes"] is not None:
+        outer["shared_sizes"] = Sizes(**outer["shared_sizes"])
+    return OuterConfig(**outer)

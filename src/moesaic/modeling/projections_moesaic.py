@@ -1,0 +1,117 @@
+"""Linear layers of routers: in float32, and one per expert of an existing mixture.
+
+Leaf: this file is copied beside the weights, so it imports torch and transformers only.
+
+Shape suffixes: P pairs of a token and an outer expert, E outer experts, I inputs.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.generic import maybe_autocast
+
+from .moe_config_moesaic import padded
+
+# Stands for the model's configuration until a replacement is installed in a model.
+ALONE: Any = SimpleNamespace(_experts_implementation="eager")
+
+
+def random_parameter(*shape: int) -> nn.Parameter:
+    # Self-made start values: transformers initialises by the class of the enclosing
+    # family model, which does not know these modules. Costs nothing when weights are
+    # loaded (meta device).
+    return nn.Parameter(torch.empty(*shape).normal_(std=0.02))
+
+
+class MoesaicProjection(nn.Module):
+    """A linear layer that multiplies in float32, as stock routers do.
+
+    In bf16 close experts would change places. No nn.Linear: vLLM's Transformers
+    backend puts its own in their place, which keep the model's dtype.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.out_features = out_features
+        self.weight = random_parameter(out_features, in_features)
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with maybe_autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x.float(), self.weight.float(), bias)
+
+
+def can_group(rows: torch.Tensor) -> bool:
+    """Whether torch has a grouped product for these rows.
+
+    They must be of whole 16 bytes, and on no old GPU.
+    """
+    if not hasattr(nn.functional, "grouped_mm"):
+        return False
+    if rows.shape[1] * rows.element_size() % 16:
+        return False
+    if not rows.is_cuda:
+        return True
+    return torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+class MoesaicPairProjection(nn.Module):
+    """A linear layer per outer expert, on pairs: y_P = W[expert_P] x_P.
+
+    `exact` multiplies in float32 whatever the dtype of the weights. Rows and columns
+    are stored padded with zeros. transformers' kernels are for whole FFNs; this one
+    follows the same choice of implementation.
+    """
+
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, bias: bool, exact: bool
+    ):
+        super().__init__()
+        self.config = ALONE
+        self.inputs = inputs
+        self.outputs = outputs
+        self.exact = exact
+        self.weight = random_parameter(experts, padded(outputs), padded(inputs))
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(experts, padded(outputs)))
+
+    def forward(self, x_PI: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
+        """(P, outputs), in float32 where exact."""
+        weight = self.weight.float() if self.exact else self.weight
+        filling = padded(self.inputs) - self.inputs
+        x_PI = nn.functional.pad(x_PI.to(weight.dtype), (0, filling))
+        kind = self.config._experts_implementation
+        if kind == "batched_mm" or torch.compiler.is_compiling():
+            y_PR = torch.bmm(weight[expert_P], x_PI[:, :, None])[:, :, 0]
+        else:
+            y_PR = self._by_expert(x_PI, weight, expert_P, kind == "grouped_mm")
+        if self.bias is not None:
+            y_PR = y_PR + self.bias.to(y_PR.dtype)[expert_P]
+        return y_PR[:, : self.outputs]
+
+    def _by_expert(
+        self,
+        x_PI: torch.Tensor,
+        weight: torch.Tensor,
+        expert_P: torch.Tensor,
+        grouped: bool,
+    ) -> torch.Tensor:
+        """Pairs sorted by expert, one product for each, and back in their order."""
+        order_P = expert_P.argsort(stable=True)
+        # A bincount would make a GPU wait for the size of its result.
+        count_E = expert_P.new_zeros(len(weight))
+        count_E = count_E.scatter_add(0, expert_P, torch.ones_like(expert_P))
+        sorted_PI = x_PI[order_P]
+        if grouped and can_group(sorted_PI):
+            ends_E = count_E.cumsum(0, dtype=torch.int32)
+            y_PR = nn.functional.grouped_mm(sorted_PI, weight.mT, offs=ends_E)
+        else:
+            parts = zip(sorted_PI.split(count_E.tolist()), weight, strict=True)
+            y_PR = torch.cat([nn.functional.linear(x, w) for x, w in parts])
+        return y_PR[order_P.argsort()]

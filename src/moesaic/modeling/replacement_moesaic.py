@@ -1,0 +1,66 @@
+"""What every module that stands in for a part of the dense model can say of itself.
+
+Leaf: this file is copied beside the weights, so it imports torch and transformers only.
+
+Shape suffixes: T tokens, R routed experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+# Makes the gates that count (T, R) of a router, the selection values (T, R), which are
+# computed when asked for, and the gates as they are, 0 for experts that do not run.
+View = Callable[[Any, Callable[[], torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+def as_they_are(
+    router: Any, values: Callable[[], torch.Tensor], gate_TR: torch.Tensor
+) -> torch.Tensor:
+    """The view of calibration: gates are what they are when the model runs."""
+    return gate_TR
+
+
+class MoesaicReplacement(nn.Module):
+    """Stands in for an FFN, for the experts of a mixture, or for another module.
+
+    `view` is None where the model runs. Calibration and training set it: all experts
+    are computed then, under a mask, and the view says what the mask is. Outputs are
+    the same up to rounding. `made` holds how it came about (index lists, notes); it is
+    not saved.
+    """
+
+    # What many of these are stacked into, one for each expert of a mixture; None where
+    # such a replacement cannot stand inside an expert.
+    stacked: ClassVar[type[MoesaicReplacement] | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view: View | None = None
+        self.made: Any = None
+
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied with, on average, routers left out."""
+        raise NotImplementedError(f"{type(self).__name__} counts no weights")
+
+    def router_weights(self) -> float:
+        """Weights of its routers that one token is multiplied with."""
+        return 0.0
+
+    def router_modules(self) -> dict[str, nn.Module]:
+        """Its routers, by the name each has within it."""
+        return {}
+
+    def mask_pays(self) -> bool:
+        """Whether training is faster with all experts computed, under a mask."""
+        return False
+
+    def set_config(self, config: Any) -> None:
+        """Takes the model's configuration, which names the experts' implementation."""
+        for module in self.modules():
+            if hasattr(module, "config"):
+                module.config = config

@@ -1,0 +1,175 @@
+"""Grouping of neurons into routed experts of equal size.
+
+Shape suffixes: T tokens, S tokens of the sample, N neurons to group, R routed experts,
+M = N / R neurons of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moesaic.calibration.statistics import Statistics
+from moesaic.families import DenseFFN
+from moesaic.parts.assignment import balanced_assignment
+from moesaic.parts.importance import contribution
+
+PATIENCE = 3  # rounds of re-assignment without gain after which it stops
+
+
+def balanced_kmeans(
+    statistics: Statistics,
+    candidates_N: NDArray[np.int64],
+    num_routed: int,
+    rounds: int,
+) -> NDArray[np.int64]:
+    """Neurons of each expert (R, M), by binary activation columns (paper, Section 4.1).
+
+    Squared-L2 k-means whose every round is an exact assignment. Seeds are the R most
+    active candidates; stops when an assignment repeats, after `rounds` at the latest.
+    The squared distance of column c_i to the centroid S_j / M, S_j the sum of the
+    expert's M columns, is |c_i|^2 - 2 c_i.S_j / M + |S_j / M|^2. Where every neuron is
+    assigned once and every expert gets M neurons, a term of the row, a term of the
+    column and a positive factor leave the best assignment as it is, so -c_i.S_j
+    serves: whole numbers, which neither rounding nor the order of tokens can change.
+
+    Cost per round: O(q K R) for the sparse products, then one N x R transportation
+    problem.
+    """
+    assert statistics.active is not None
+    columns = statistics.active.astype(np.int64)[:, candidates_N].tocsr()
+    rows = columns.T.tocsr()
+    by_rate_N = np.argsort(-statistics.count_F[candidates_N], kind="stable")
+    sums_TR = columns[:, by_rate_N[:num_routed]].toarray()
+    expert_N = np.full(len(candidates_N), -1)
+    for _ in range(rounds):
+        previous_N = expert_N
+        expert_N = balanced_assignment(-(rows @ sums_TR).astype(np.float64))
+        if np.array_equal(expert_N, previous_N):
+            break
+        sums_TR = columns @ np.eye(num_routed, dtype=np.int64)[expert_N]
+    return members(candidates_N, expert_N, num_routed)
+
+
+@torch.no_grad()
+def contribution_kmeans(
+    statistics: Statistics,
+    ffn: DenseFFN,
+    candidates_N: NDArray[np.int64],
+    num_routed: int,
+    rounds: int,
+) -> NDArray[np.int64]:
+    """Neurons of each expert (R, M): those that are large for the same tokens.
+
+    Balanced k-means on c_i = abs(h_i) ||w_i|| over the sample's tokens, scaled to unit
+    length, so that ||w_i|| drops out. Seeds are the R candidates of largest
+    contribution; stops when an assignment repeats, after `rounds` at the latest. As in
+    `balanced_kmeans`, -c_i.S_j gives the same assignment as the squared distances.
+
+    Cost per round: 2 S N R FLOPs, then one N x R transportation problem; memory 4 S N
+    bytes.
+    """
+    assert statistics.sample_h_SF is not None
+    device = statistics.sample_h_SF.device
+    candidates = torch.from_numpy(candidates_N).to(device)
+    columns_SN = statistics.sample_h_SF[:, candidates].abs()
+    columns_SN /= torch.linalg.vector_norm(columns_SN, dim=0).clamp(min=1e-20)
+    energy_N = contribution(statistics, ffn)[candidates_N]
+    seeds_R = np.argsort(-energy_N, kind="stable")[:num_routed]
+    sums_SR = columns_SN[:, torch.from_numpy(seeds_R).to(device)]
+    expert_N = np.full(len(candidates_N), -1)
+    for _ in range(rounds):
+        previous_N = expert_N
+        similarity_NR = (columns_SN.T @ sums_SR).cpu().double().numpy()
+        expert_N = balanced_assignment(-similarity_NR)
+        if np.array_equal(expert_N, previous_N):
+            break
+        sums_SR = columns_SN @ one_hot(expert_N, num_routed, device)
+    return members(candidates_N, expert_N, num_routed)
+
+
+@torch.no_grad()
+def reassign(
+    statistics: Statistics,
+    ffn: DenseFFN,
+    experts_RM: NDArray[np.int64],
+    num_active: int,
+    rounds: int,
+    fit: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[NDArray[np.int64], list[float]]:
+    """Neurons move to the experts that the router picks when they are needed.
+
+    Alternates between fitting a router and assigning neurons under its choices. With
+    contribution energies E_ti = (h_ti ||w_i||)^2: `fit` maps the experts' energies
+    (S, R) to a router's scores (S, R); G_tj marks the top `num_active`; neuron i gains
+    sum_t E_ti G_tj in expert j; all neurons are assigned again, exactly balanced, at
+    the largest total gain. (With the oracle's choices instead of the router's, k-means
+    is already a fixed point.)
+
+    Returns the partition that keeps the most energy, and the kept share (0 to 1) of
+    the best so far after every round, the start first: it never falls. Cost per round:
+    4 S N R FLOPs, the fit and one N x R transportation problem; memory 4 S N bytes.
+    """
+    assert statistics.sample_h_SF is not None
+    device = statistics.sample_h_SF.device
+    num_routed = len(experts_RM)
+    neurons_N = np.sort(experts_RM.reshape(-1))
+    index_N = torch.from_numpy(neurons_N).to(device)
+    norm2_N = ffn.down_DF.float().square().sum(0)[index_N]
+    energy_SN = statistics.sample_h_SF[:, index_N].square_() * norm2_N
+    total = max(float(energy_SN.sum(1).double().sum()), 1e-30)
+    expert_N = np.empty(len(neurons_N), dtype=np.int64)
+    expert_N[np.searchsorted(neurons_N, experts_RM)] = np.arange(num_routed)[:, None]
+
+    kept_shares: list[float] = []
+    best_RM = experts_RM
+    since_best = 0
+    for remaining in range(rounds, -1, -1):
+        energy_SR = energy_SN @ one_hot(expert_N, num_routed, device)
+        chosen_SK = fit(energy_SR).topk(num_active, dim=1, sorted=False).indices
+        chosen_SR = torch.zeros_like(energy_SR).scatter_(1, chosen_SK, 1.0)
+        kept = float((chosen_SR * energy_SR).sum(dtype=torch.float64)) / total
+        if not kept_shares or kept > kept_shares[-1]:
+            best_RM = members(neurons_N, expert_N, num_routed)
+            since_best = 0
+        else:
+            since_best += 1
+        kept_shares.append(max([kept, *kept_shares[-1:]]))
+        if not remaining or since_best == PATIENCE:
+            break
+        gain_NR = (energy_SN.T @ chosen_SR).cpu().double().numpy()
+        assigned_N = balanced_assignment(-gain_NR / max(gain_NR.max(), 1e-30))
+        if np.array_equal(assigned_N, expert_N):
+            break
+        expert_N = assigned_N
+    return best_RM, kept_shares
+
+
+def random_groups(
+    candidates_N: NDArray[np.int64], num_routed: int, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Neurons of each expert (R, M), drawn at random: what any clustering has to beat."""
+    shuffled_N = generator.permutation(candidates_N)
+    return np.sort(shuffled_N.reshape(num_routed, -1), axis=1)
+
+
+def one_hot(
+    expert_N: NDArray[np.int64], num_routed: int, device: torch.device
+) -> torch.Tensor:
+    """1.0 where a neuron belongs to an expert (N, R).
+
+    Sums become products with it, which are the same on every run.
+    """
+    index_N = torch.from_numpy(expert_N).to(device)
+    return torch.nn.functional.one_hot(index_N, num_routed).float()
+
+
+def members(
+    candidates_N: NDArray[np.int64], expert_N: NDArray[np.int64], num_routed: int
+) -> NDArray[np.int64]:
+    """The neurons of each expert (R, M), ascending, from the expert of each one."""
+    order_N = np.argsort(expert_N, kind="stable")
+    return candidates_N[order_N].reshape(num_routed, -1)

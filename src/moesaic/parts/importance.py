@@ -1,0 +1,78 @@
+"""Importance of neurons: who is shared, who is kept. Higher is more important.
+
+Shape suffixes: D hidden_size, F neurons.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moesaic.calibration.statistics import Statistics
+from moesaic.families import DenseFFN
+
+# Of the mean diagonal: keeps dead and duplicate neurons from dividing by zero.
+RIDGE = 1e-3
+
+
+def activation_rate(statistics: Statistics) -> NDArray[np.float64]:
+    """How often a neuron is among the most active ones (paper, Section 4.1, eq. 15).
+
+    The paper's mu times the number of tokens: whole numbers, exact ties. O(q K).
+    """
+    return statistics.count_F.astype(np.float64)
+
+
+def contribution(statistics: Statistics, ffn: DenseFFN) -> NDArray[np.float64]:
+    """How much of the output a neuron makes: the mean over tokens of ||h_i w_i||^2.
+
+    w_i is the neuron's column of the down projection. O(D F).
+    """
+    norm2_F = output_norms(ffn)
+    energy_F: NDArray[np.float64] = statistics.energy_F / statistics.tokens * norm2_F
+    return energy_F
+
+
+def variance(statistics: Statistics, ffn: DenseFFN) -> NDArray[np.float64]:
+    """What static pruning with a mean bias would lose (the criterion of FLAP).
+
+    The variance over tokens of h_i, times ||w_i||^2. O(D F).
+    """
+    mean_F = statistics.sum_F / statistics.tokens
+    square_F = statistics.energy_F / statistics.tokens
+    variance_F = np.maximum(square_F - mean_F**2, 0.0)
+    scores_F: NDArray[np.float64] = variance_F * output_norms(ffn)
+    return scores_F
+
+
+def observability(statistics: Statistics, ffn: DenseFFN) -> NDArray[np.float64]:
+    """What of a neuron's contribution the other neurons cannot stand in for.
+
+    ||w_i||^2 / [(G / q + ridge)^-1]_ii with G the Gram matrix of hidden states: the
+    increase of the output's squared error when neuron i is removed and the others are
+    refitted (the saliency of Optimal Brain Surgeon, Hassibi and Stork 1992). Costs
+    2 q F^2 for the Gram matrix and F^3 FLOPs in float64.
+    """
+    assert statistics.gram_FF is not None
+    gram_FF = statistics.gram_FF.double() / statistics.tokens
+    ridge = max(float(gram_FF.diagonal().mean()) * RIDGE, 1e-30)
+    gram_FF.diagonal().add_(ridge)
+    factor_FF = torch.linalg.cholesky(gram_FF)
+    inverse_F = torch.cholesky_inverse(factor_FF).diagonal()
+    norm2_F = ffn.down_DF.double().square().sum(0)
+    scores_F: NDArray[np.float64] = (norm2_F / inverse_F).cpu().numpy()
+    return scores_F
+
+
+def output_norms(ffn: DenseFFN) -> NDArray[np.float64]:
+    """||w_i||^2 of every neuron's output vector (F,)."""
+    norm2_F: NDArray[np.float64] = (
+        ffn.down_DF.float().square().sum(0).cpu().double().numpy()
+    )
+    return norm2_F
+
+
+def by_importance(score_F: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Neurons in order of falling importance; ties go to the lowest index."""
+    return np.argsort(-score_F, kind="stable")

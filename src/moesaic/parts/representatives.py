@@ -1,0 +1,40 @@
+"""The neuron that speaks for each expert (paper, Section 4.2, eq. 7).
+
+Shape suffixes: T tokens, R routed experts, M neurons of an expert.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.calibration.statistics import Statistics
+
+
+def representative(
+    statistics: Statistics, experts_RM: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The member (R,) of each expert whose activation column is nearest its centroid.
+
+    With S the sum of the M columns, M |c_i - S / M|^2 = M |c_i|^2 - 2 c_i.S + const:
+    whole numbers, ties to the lowest index. O(q K) for all experts together.
+    """
+    assert statistics.active is not None
+    active = statistics.active.astype(np.int64)
+    count_F = statistics.count_F
+    size = experts_RM.shape[1]
+    nearest = []
+    for members_M in experts_RM:
+        columns_TM = active[:, members_M].tocsr()
+        sum_T = columns_TM.sum(axis=1)
+        own_M = size * count_F[members_M]
+        distance_M = own_M - 2 * (columns_TM.T @ sum_T)
+        nearest.append(members_M[int(np.argmin(distance_M))])
+    return np.array(nearest)
+
+
+def random_members(
+    experts_RM: NDArray[np.int64], generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """One member (R,) of each expert, drawn at random: the reference."""
+    return np.array([generator.choice(members_M) for members_M in experts_RM])
