@@ -36,8 +36,12 @@ def finetune_command(
     ] = None,
     epochs: Annotated[int, typer.Option()] = 1,
     batch_size: Annotated[
-        int, typer.Option(help="Windows of one optimiser step, over all processes.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            help="Windows of one optimiser step, over all processes. "
+            "[default: 16, or a 16th of fewer than 256 --samples]"
+        ),
+    ] = None,
     rank: Annotated[int, typer.Option(help="Of the LoRA weights.")] = 8,
     alpha: Annotated[
         float, typer.Option(help="LoRA weights count alpha / rank times.")
@@ -45,8 +49,9 @@ def finetune_command(
     lora_lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate of LoRA and routers, of routed experts over R^(1/4) [default: "
-            "5.95e-5; with --distill 3e-4]."
+            help="Learning rate of LoRA weights and routers. In routed experts it is "
+            "divided by R^(1/4) for R of them. "
+            "[default: fits steps, batch and width; the paper's 5.95e-5 for its run]"
         ),
     ] = None,
     scale_lr: Annotated[
@@ -57,9 +62,12 @@ def finetune_command(
         typer.Option(help="Step of the selection bias towards equal loads; 0: none."),
     ] = 1e-3,
     distill: Annotated[
-        str | None,
-        typer.Option(help="The dense model, whose logits and FFNs are imitated."),
-    ] = None,
+        str,
+        typer.Option(
+            help="Dense model to imitate. auto: the one that was converted. "
+            "none: learn from the text alone."
+        ),
+    ] = "auto",
     tune_teacher: Annotated[
         bool,
         typer.Option(

@@ -342,3 +342,19 @@ def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
             f"{model}: no such folder, and the hub has no such model or cannot be reached ({line})"
         )
     return MoesaicError(f"cannot load {model}: {line}")
+
+
+def dense_of(model: str | Path, config: Any) -> str | None:
+    """Name or path of the dense model that a converted model was made from.
+
+    A folder's bare name is looked for here and beside the converted model. None where
+    it is not found.
+    """
+    base = str(config.moesaic["base_model"])
+    if base == "demo" or "/" in base:
+        return base
+    for place in (Path(), Path(model).absolute().parent):
+        candidate = place / base
+        if candidate.is_dir():
+            return str(candidate)
+    return None
