@@ -93,8 +93,11 @@ def _fold_if_cheap(
 ) -> None:
     """Folds the gates into the experts, and back again where that costs too much."""
     blocks = [block for block in blocks_of(model) if block.router is not None]
-    scales = [router.expert_scale.clone() for router in routers_of(model)]
-    downs = [block.experts.down_proj.clone() for block in blocks]
+    scales = []
+    downs = []
+    for block in blocks:
+        scales.append(block.router.expert_scale.clone())
+        downs.append(block.experts.down_proj.clone())
     gates = mean_gates(model, windows_NL)
     fold_scale(model, gates)
     report.folded_perplexity = heldout_perplexity(model, inputs)
@@ -102,7 +105,8 @@ def _fold_if_cheap(
     if report.folded:
         return
     for block, scale_R, down in zip(blocks, scales, downs, strict=True):
-        block.router.expert_scale.data.copy_(scale_R)
+        scale = block.router.expert_scale
+        scale.data.copy_(scale_R)
         block.experts.down_proj.data.copy_(down)
 
 
@@ -119,15 +123,17 @@ def write_files(
     folder: Path, report: FinetuneReport, trained: Trained, command: str | None
 ) -> None:
     """Writes the learning curve, the loads, the report and the model card."""
-    curve = curve_csv(trained.history)
-    (folder / "learning_curve.csv").write_text(curve, "utf-8")
-    picture = curve_png(trained.history)
-    (folder / "learning_curve.png").write_bytes(picture)
+    curve = folder / "learning_curve.csv"
+    curve.write_text(curve_csv(trained.history), "utf-8")
+    picture = folder / "learning_curve.png"
+    picture.write_bytes(curve_png(trained.history))
     before = trained.loads_before
     after = trained.loads_after
     if before is not None and after is not None:
-        (folder / "loads.png").write_bytes(loads_png(before, after))
-    text = json.dumps(report.to_dict(), indent=2)
+        picture = folder / "loads.png"
+        picture.write_bytes(loads_png(before, after))
+    values = report.to_dict()
+    text = json.dumps(values, indent=2)
     (folder / "moesaic_finetune.json").write_text(text + "\n", "utf-8")
     licence = licence_of(resolve(report.model))
     card = finetune_card(report, licence, command)

@@ -66,9 +66,11 @@ def train(
     set_seed(settings.seed)
     model.config.use_cache = False
     # Measured before wrapping: the balance keeps the biases near where they were.
-    centre = [router.selection_bias.clone() for router in routers_of(model)]
-    first_windows = max(1, SPREAD_TOKENS // windows_NL.shape[1])
-    loads = measure_loads(model, windows_NL[:first_windows])
+    routers = routers_of(model)
+    centre = [router.selection_bias.clone() for router in routers]
+    count = SPREAD_TOKENS // windows_NL.shape[1]
+    first_windows_NL = windows_NL[: max(1, count)]
+    loads = measure_loads(model, first_windows_NL)
     wrapped = wrap(model, settings.rank, settings.alpha, settings.freeze_router)
     balancer = None
     if loads is not None and settings.balance_rate:
@@ -77,7 +79,10 @@ def train(
     if dense is not None:
         teacher = Teacher(dense, wrapped, settings.mix)
     arguments = _arguments(model, settings, machine, folder)
-    rows = [{"input_ids": window_L, "labels": window_L} for window_L in windows_NL]
+    rows = []
+    for window_L in windows_NL:
+        row = {"input_ids": window_L, "labels": window_L}
+        rows.append(row)
     trainer = RecoveryTrainer(
         model=wrapped,
         args=arguments,
@@ -90,9 +95,11 @@ def train(
     checkpoint = None
     if resume and folder is not None:
         checkpoint = last_checkpoint(folder)
+    path = None if checkpoint is None else str(checkpoint)
     with masked(wrapped):
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    history = [row for row in trainer.state.log_history if "loss" in row]
+        trainer.train(resume_from_checkpoint=path)
+    log = trainer.state.log_history
+    history = [line for line in log if "loss" in line]
     sharded = _gathered_adapter(trainer, folder)
     unwrapped = trainer.accelerator.unwrap_model(trainer.model)
     return Trained(unwrapped, history, loads, sharded)
@@ -122,7 +129,8 @@ def _arguments(
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     share = settings.batch_size // processes
     micro = _micro_batch(share, settings, machine)
-    steps = -(-settings.samples // settings.batch_size) * settings.epochs
+    steps_of_epoch = math.ceil(settings.samples / settings.batch_size)
+    steps = steps_of_epoch * settings.epochs
     if machine.tensorboard is not None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = machine.tensorboard
     arguments = TrainingArguments(
@@ -160,9 +168,12 @@ def _micro_batch(share: int, settings: Settings, machine: Machine) -> int:
     """The largest part of a process's windows that divides them and fits the memory."""
     most = machine.micro_batch
     if most is None:
-        most = max(1, MICRO_BATCH_TOKENS // settings.sequence_length)
-    sizes = range(1, min(most, share) + 1)
-    return max(size for size in sizes if share % size == 0)
+        fitting = MICRO_BATCH_TOKENS // settings.sequence_length
+        most = max(1, fitting)
+    size = min(most, share)
+    while share % size:
+        size -= 1
+    return size
 
 
 def _checkpointing(machine: Machine) -> dict[str, Any]:
@@ -251,13 +262,17 @@ class RecoveryTrainer(Trainer):
             parts |= self.teacher.losses(ids, outputs.logits)
         loss = self._weighted(parts)
         for name, part in parts.items():
-            self.parts.setdefault(name, []).append(part.detach())
+            logged = self.parts.setdefault(name, [])
+            logged.append(part.detach())
         return (loss, outputs) if return_outputs else loss
 
     def _weighted(self, parts: dict[str, torch.Tensor]) -> Any:
         mix = self.settings.mix
-        weighted = [getattr(mix, name) * part for name, part in parts.items()]
-        return sum(weighted)
+        loss: Any = 0.0
+        for name, part in parts.items():
+            weight = getattr(mix, name)
+            loss = loss + weight * part
+        return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clips, and stops before a step that would spoil the weights.
@@ -265,7 +280,9 @@ class RecoveryTrainer(Trainer):
         The norm is that of all processes.
         """
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        if norm is not None and not math.isfinite(float(norm)):
+        if norm is None:
+            return norm
+        if not math.isfinite(float(norm)):
             raise self._not_finite()
         return norm
 
@@ -291,7 +308,8 @@ class RecoveryTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self._mean_parts()
-            logs["samples"] = self.state.global_step * self.settings.batch_size
+            steps = self.state.global_step
+            logs["samples"] = steps * self.settings.batch_size
             self.parts = {}
         super().log(logs, start_time)
 
@@ -299,6 +317,10 @@ class RecoveryTrainer(Trainer):
         """Each loss since the last line of the log, over all processes."""
         means = {}
         for name, parts in self.parts.items():
-            means[name] = torch.stack(parts).mean()
+            stacked = torch.stack(parts)
+            means[name] = stacked.mean()
         means = self.accelerator.reduce(means, "mean")
-        return {name: float(mean) for name, mean in means.items()}
+        numbers = {}
+        for name, mean in means.items():
+            numbers[name] = float(mean)
+        return numbers
