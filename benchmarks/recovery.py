@@ -32,10 +32,12 @@ from moesaic.conversion.prepare import hold_out
 from moesaic.evaluate import perplexity
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.finetune.balance import measure_loads, refit_thresholds
+from moesaic.finetune.defaults import PAPER_RATE
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.lora import merge
-from moesaic.finetune.prepare import DISTILLED, PLAIN_LR, draw_windows
-from moesaic.finetune.train import Machine, Settings, train
+from moesaic.finetune.options import Machine, Settings
+from moesaic.finetune.prepare import DISTILLED, draw_windows
+from moesaic.finetune.train import train
 
 PLAIN = Mix()
 MIXES = {
@@ -160,7 +162,7 @@ def table(bench: Bench) -> list[dict[str, Any]]:
         name: losses[name] for name in dict.fromkeys(["plain", *arguments.losses])
     }
     if arguments.paper:
-        losses = {"paper's rate": (PLAIN, PLAIN_LR, False)} | losses
+        losses = {"paper's rate": (PLAIN, PAPER_RATE, False)} | losses
     for seed in range(arguments.seeds):
         row = {"recipe": "dense", "sparsity": 0, "seed": seed, "free": base}
         for name, (mix, rate, _) in losses.items():

@@ -9,7 +9,8 @@ import torch
 
 import moesaic
 from moesaic.finetune.distill import Mix, Teacher, logits_kl, relative_error
-from moesaic.finetune.train import Machine, Settings, train
+from moesaic.finetune.options import Machine, Settings
+from moesaic.finetune.train import train
 from tests.families import CONTEXT, tiny_model, tokens
 
 

@@ -20,9 +20,11 @@ import moesaic
 from moesaic.cli import main as cli
 from moesaic.errors import MoesaicError
 from moesaic.families.load import load_model
-from moesaic.finetune import prepare as prepare_module
+from moesaic.finetune import checks as checks_module
 from moesaic.finetune import run as run_module
+from moesaic.finetune import save as save_module
 from moesaic.finetune.balance import measure_loads
+from moesaic.finetune.defaults import usual_rate
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import (
@@ -34,8 +36,9 @@ from moesaic.finetune.lora import (
     wrap,
 )
 from moesaic.finetune.masked import all_gates, masked
+from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.prepare import draw_windows
-from moesaic.finetune.train import Machine, RecoveryTrainer, Settings, Trained, gather, train
+from moesaic.finetune.train import RecoveryTrainer, Trained, gather, train
 from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.stock_models import converted_folder, dense_model, tokenizer
@@ -299,7 +302,15 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tuned(folder: Path, output: Path, **changes: Any) -> Any:
-    values = {"data": [TEXT], "samples": 64, "batch_size": 8, "lora_lr": 1e-3, "device": "cpu"}
+    """Without a teacher unless one is given."""
+    values = {
+        "data": [TEXT],
+        "samples": 64,
+        "batch_size": 8,
+        "lora_lr": 1e-3,
+        "distill": "none",
+        "device": "cpu",
+    }
     return moesaic.finetune(str(folder), output, **values | changes)
 
 
@@ -341,9 +352,16 @@ def test_a_teacher_is_tuned_on_the_same_windows_first(
     runs: list[tuple[bool, Any]] = []
     real = train
 
-    def watch(model: Any, windows: Any, settings: Any, machine: Any, *rest: Any) -> Any:
-        done = real(model, windows, settings, machine, *rest)
-        runs.append((rest[0] is None, settings))
+    def watch(
+        model: Any,
+        windows: Any,
+        settings: Any,
+        machine: Any,
+        dense: Any = None,
+        **others: Any,
+    ) -> Any:
+        done = real(model, windows, settings, machine, dense, **others)
+        runs.append((dense is None, settings))
         return done
 
     monkeypatch.setattr(run_module, "train", watch)
@@ -510,7 +528,10 @@ def test_a_disk_that_fills_at_the_very_end_costs_no_training(
         ({"data": [" "]}, "text is empty"),
         ({"sequence_length": 65}, "sequence length 65 is outside 2..64, the model's context"),
         ({"distill": "nowhere/at/all"}, "no such model folder"),
-        ({"tune_teacher": True}, "--tune-teacher needs --distill"),
+        ({"tune_teacher": True}, "--tune-teacher needs a teacher, and --distill none says"),
+        ({"distill": "auto"}, "the teacher 'LlamaForCausalLM'.* is not found .*--distill PATH"),
+        ({"distill": None}, "distill None: give 'auto', 'none' or the dense model's folder"),
+        ({"batch_size": 0}, "batch size 0: a whole number of at least 1"),
         ({"seed": -1}, "seed -1 is outside"),
         ({"device": "cpu:0"}, "accelerate launch"),
     ],
@@ -527,7 +548,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
 def test_tensorboard_is_asked_for_before_the_work(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks_module, "find_spec", lambda name: None)
     with pytest.raises(MoesaicError, match="pip install tensorboard"):
         tuned(folder, tmp_path / "out", tensorboard="events")
 
@@ -535,7 +556,7 @@ def test_tensorboard_is_asked_for_before_the_work(
 def test_gates_that_fold_badly_are_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "FOLD_LOSS", 0.0)
+    monkeypatch.setattr(save_module, "FOLD_LOSS", 0.0)
     report = tuned(folder, tmp_path / "out", scale_lr=0.1)
     assert not report.folded
     model = load_model(tmp_path / "out")
@@ -574,13 +595,14 @@ def test_the_command_prints_loads_and_perplexities(
 
     text, numbers = tmp_path / "text.txt", tmp_path / "numbers.json"
     text.write_text(TEXT)
-    common = ("--data", text, "--samples", 16, "--device", "cpu")
+    common = ("--data", text, "--samples", 16, "--device", "cpu", "--distill", "none")
     code, out, _ = run(folder, "--output", tmp_path / "out", *common, "--json", numbers)
     assert code == 0
     for words in ("max/mean load", "perplexity on last tenth of text.txt", "folded into the exp"):
         assert words in out
     report = json.loads(numbers.read_text())
-    assert report["settings"]["lora_lr"] == pytest.approx(5.95e-5)  # the paper's
+    rate = usual_rate(steps=16, batch_size=1, hidden_size=32, has_teacher=False)
+    assert report["settings"]["lora_lr"] == pytest.approx(rate)
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"moesaic finetune {folder}" in card
     code, _, err = run(folder, "--output", tmp_path / "out", *common)
@@ -619,6 +641,7 @@ def tuned_input(tmp_path: Path) -> dict[str, Any]:
     return {
         "model": str(folder), "output": tmp_path / "tuned", "data": str(tmp_path / "text.txt"),
         "samples": 8, "sequence_length": 32, "batch_size": 4, "device": "cpu",
+        "distill": "none",
     }  # fmt: skip
 
 
@@ -644,13 +667,13 @@ def test_a_teacher_of_another_family_is_refused(
     teacher = tmp_path / "teacher"
     dense_model("qwen3").save_pretrained(teacher)
     with pytest.raises(MoesaicError, match="its family is qwen3, the converted model's llama"):
-        moesaic.finetune(**tuned_input, distill=str(teacher))
+        moesaic.finetune(**tuned_input | {"distill": str(teacher)})
 
 
 def test_only_whole_steps_and_no_private_paths(tuned_input: dict[str, Any], tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     dense_model("llama").save_pretrained(teacher)
-    report = moesaic.finetune(**tuned_input | {"samples": 11}, distill=str(teacher))
+    report = moesaic.finetune(**tuned_input | {"samples": 11, "distill": str(teacher)})
     assert report.settings["samples"] == 8
     tuned = tmp_path / "tuned"
     assert load_model(tuned).config.moesaic["finetune"]["distill"] == "teacher"

@@ -145,7 +145,7 @@ def test_the_whole_run_writes_a_model_that_is_a_mixture_still(tmp_path: Path) ->
     )  # fmt: skip
     report = moesaic.finetune(
         str(tmp_path / "converted"), tmp_path / "tuned", str(text), samples=16,
-        sequence_length=32, batch_size=8, device="cpu",
+        sequence_length=32, batch_size=8, distill="none", device="cpu",
     )  # fmt: skip
     assert report.folded is False
     assert [row["group"] for row in report.loads_after][:1] == ["0, expert 0"]

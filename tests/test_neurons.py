@@ -29,7 +29,8 @@ from moesaic.families.load import check_converted
 from moesaic.finetune.balance import refit_thresholds
 from moesaic.finetune.lora import merge, neuron_routers_of, parameter_groups, wrap
 from moesaic.finetune.masked import WIDTH, masked
-from moesaic.finetune.train import Machine, Settings, train
+from moesaic.finetune.options import Machine, Settings
+from moesaic.finetune.train import train
 from moesaic.methods.recipe import RECIPES, Recipe
 from moesaic.modeling import MoesaicNeurons
 from moesaic.parts.routers import sketch_up

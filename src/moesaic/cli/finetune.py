@@ -55,9 +55,12 @@ def finetune_command(
         typer.Option(help="How often to go through these windows."),
     ] = 1,
     batch_size: Annotated[
-        int,
-        typer.Option(help="Windows of one optimiser step, over all processes."),
-    ] = 16,
+        int | None,
+        typer.Option(
+            help="Windows of one optimiser step, over all processes. "
+            "[default: 16, or a 16th of fewer than 256 --samples]"
+        ),
+    ] = None,
     rank: Annotated[
         int,
         typer.Option(help="Rank of the LoRA weights. More can learn more."),
@@ -71,7 +74,7 @@ def finetune_command(
         typer.Option(
             help="Learning rate of LoRA weights and routers. In routed experts it is "
             "divided by R^(1/4) for R of them. "
-            "[default: 3e-4 with --distill, 5.95e-5 without]"
+            "[default: fits steps, batch and width; the paper's 5.95e-5 for its run]"
         ),
     ] = None,
     scale_lr: Annotated[

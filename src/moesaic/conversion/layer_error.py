@@ -15,7 +15,7 @@ from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import PLAIN, SAMPLE_TOKENS
 from moesaic.families import DenseFFN
 from moesaic.methods.expert_method import Made, fit_static_reference, static_neurons
-from moesaic.modeling import MoesaicReplacement, Sizes
+from moesaic.modeling import Sizes
 from moesaic.parts.energies import expert_energies, expert_grams
 from moesaic.parts.importance import output_norms
 from moesaic.parts.partition import Partition

@@ -98,10 +98,11 @@ def make_plans(
     dense_macs = count_macs(skeleton, 1)
     base_model = public_name(name)
     made_with = versions()
-    return [
-        Plan(name, method, replace(moe, base_model=base_model, versions=made_with), config, dense_macs)
-        for moe in method.plans(shape, budget)
-    ]
+    plans = []
+    for moe in method.plans(shape, budget):
+        named = replace(moe, base_model=base_model, versions=made_with)
+        plans.append(Plan(name, method, named, config, dense_macs))
+    return plans
 
 
 def make_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from io import BytesIO
+from collections.abc import Iterable
 from typing import Any
 
 from moesaic.finetune.balance import Loads
@@ -29,12 +29,20 @@ LOSSES = {
 
 def curve_csv(history: list[dict[str, float]]) -> str:
     """One line per logged step; losses are means since the line before."""
+    columns = _logged(COLUMNS, history)
     text = io.StringIO()
-    columns = [name for name in COLUMNS if any(name in row for row in history)]
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(history)
     return text.getvalue()
+
+
+def _logged(names: Iterable[str], history: list[dict[str, float]]) -> list[str]:
+    """Those of the names that any line of the history has."""
+    logged: set[str] = set()
+    for row in history:
+        logged.update(row)
+    return [name for name in names if name in logged]
 
 
 def _figure(width: float, height: float) -> Any:
@@ -47,44 +55,49 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _png(figure: Any) -> bytes:
-    image = BytesIO()
+    image = io.BytesIO()
     figure.savefig(image, dpi=120)
     return image.getvalue()
 
 
 def curve_png(history: list[dict[str, float]]) -> bytes:
     """Each loss against the samples seen."""
-    names = [name for name in LOSSES if any(name in row for row in history)]
+    names = _logged(LOSSES, history)
     figure = _figure(4.5 * len(names), 3.5)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
+    samples = [row["samples"] for row in history]
     for axes, name in zip(panels, names, strict=True):
-        axes.plot([row["samples"] for row in history], [row[name] for row in history])
+        losses = [row[name] for row in history]
+        axes.plot(samples, losses)
         axes.set(xlabel="samples", title=LOSSES[name])
         axes.grid(visible=True, alpha=0.3)
     return _png(figure)
 
 
 def loads_png(before: Loads, after: Loads) -> bytes:
-    """Share of every expert in its layer's load, sorted, before (left) and after (right)."""
-    layers = len(before.count_LR)
+    """Every expert's load over its layer's mean, sorted; before left, after right."""
     figure = _figure(9, 4)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, loads, title in zip(
-        panels, (before, after), ("before", "after"), strict=True
-    ):
-        for layer, row in enumerate(loads.to_dict()):
-            shares = sorted(row["share"], reverse=True)
-            even = 1 / len(shares)
-            axes.plot(
-                range(1, len(shares) + 1),
-                [share / even for share in shares],
-                color=(0.9 * layer / max(layers - 1, 1), 0.3, 0.6),
-                label=f"layer {before.names[layer]}"
-                if layer in (0, layers - 1)
-                else None,
-            )
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.set(title=title, xlabel="expert, by load")
-        axes.legend()
-    panels[0].set_ylabel("load over the mean")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw_loads(left, before, "before")
+    _draw_loads(right, after, "after")
+    left.set_ylabel("load over the mean")
     return _png(figure)
+
+
+def _draw_loads(axes: Any, loads: Loads, title: str) -> None:
+    """One line for each layer, from blue to red; the first and the last are named."""
+    rows = loads.to_dict()
+    last = len(rows) - 1
+    for layer, row in enumerate(rows):
+        shares = sorted(row["share"], reverse=True)
+        count = len(shares)
+        over_mean = [share * count for share in shares]
+        ranks = range(1, count + 1)
+        red = 0.9 * layer / max(last, 1)
+        label = None
+        if layer in (0, last):
+            label = f"layer {loads.names[layer]}"
+        axes.plot(ranks, over_mean, color=(red, 0.3, 0.6), label=label)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set(title=title, xlabel="expert, by load")
+    axes.legend()

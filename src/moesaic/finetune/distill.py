@@ -26,83 +26,104 @@ class Mix:
     ffn: float = 0.0
 
 
-def logits_kl(student_TV: torch.Tensor, teacher_TV: torch.Tensor) -> torch.Tensor:
+def logits_kl(student_BLV: torch.Tensor, teacher_BLV: torch.Tensor) -> torch.Tensor:
     """KL(teacher || student), the mean over tokens, in nats."""
-    student_TV, teacher_TV = student_TV.flatten(0, -2), teacher_TV.flatten(0, -2)
-    student_TV = log_softmax(student_TV.float(), dim=-1)
-    teacher_TV = log_softmax(teacher_TV.float(), dim=-1)
+    student_TV = student_BLV.flatten(0, -2).float()
+    teacher_TV = teacher_BLV.flatten(0, -2).float()
+    student_TV = log_softmax(student_TV, dim=-1)
+    teacher_TV = log_softmax(teacher_TV, dim=-1)
     return kl_div(student_TV, teacher_TV, reduction="batchmean", log_target=True)
 
 
 def relative_error(y_BLD: torch.Tensor, target_BLD: torch.Tensor) -> torch.Tensor:
-    """norm(y - target)^2 / norm(target)^2 of a window (paper, eq. 2, relative); the windows' mean.
+    """norm(y - target)^2 / norm(target)^2 of a window; the mean over windows.
 
-    Window by window, so that the mean is the same in whatever micro-batches they come.
+    The paper's eq. 2, relative. Window by window, so that the mean is the same in
+    whatever micro-batches they come.
     """
-    y_BLD, target_BLD = y_BLD.float(), target_BLD.float()
-    error_B = (y_BLD - target_BLD).square().sum((1, 2))
-    return (error_B / target_BLD.square().sum((1, 2)).clamp(min=1e-20)).mean()
+    y_BLD = y_BLD.float()
+    target_BLD = target_BLD.float()
+    difference_BLD = y_BLD - target_BLD
+    error_B = difference_BLD.square().sum((1, 2))
+    size_B = target_BLD.square().sum((1, 2)).clamp(min=1e-20)
+    relative_B = error_B / size_B
+    return relative_B.mean()
 
 
 class Teacher:
-    """The dense model, frozen, and what it says to the student's tokens.
+    """The dense model, frozen, and its losses for the student's tokens.
 
-    An FFN is compared with the dense model's own on the same token, each in its own stream.
-    (Against the dense FFN on the student's input attention would learn inputs that are easy to
-    imitate: docs/log.md.)
+    An FFN is compared with the dense model's own on the same token, each in its own
+    stream. (Against the dense FFN on the student's input attention would learn inputs
+    that are easy to imitate: docs/log.md.)
     """
 
     def __init__(self, dense: Any, student: Any, mix: Mix):
-        self.dense, self.mix = dense.eval().requires_grad_(False), mix
+        self.dense = dense.eval().requires_grad_(False)
+        self.mix = mix
         self.outputs: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
-        self.watching = False
+        self.recording = False
         if mix.ffn:
-            for block in blocks_of(student):
-                block.register_forward_hook(self._keep(self.outputs))
-            ffns = find_ffns(dense)
-            for layer in student.config.moesaic.layers:
-                ffns.last_module(layer).register_forward_hook(self._keep(self.targets))
+            self._record_ffns(student)
 
-    def _keep(self, kept: list[torch.Tensor]) -> Any:
-        def keep(module: Any, args: Any, output: torch.Tensor) -> None:
-            if self.watching:
-                kept.append(output)
+    def _record_ffns(self, student: Any) -> None:
+        """Hooks that keep what each FFN, the student's and the dense one, puts out."""
+        for block in blocks_of(student):
+            block.register_forward_hook(self._recorder(self.outputs))
+        ffns = find_ffns(self.dense)
+        for layer in student.config.moesaic.layers:
+            module = ffns.last_module(layer)
+            module.register_forward_hook(self._recorder(self.targets))
 
-        return keep
+    def _recorder(self, outputs: list[torch.Tensor]) -> Any:
+        def record(module: Any, args: Any, output: torch.Tensor) -> None:
+            if self.recording:
+                outputs.append(output)
+
+        return record
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the student's forward pass, before `losses`; recomputed ones are not kept."""
+        """Around the student's forward pass, before `losses`.
+
+        A pass made again for gradient checkpointing is outside, and is not recorded.
+        """
         self.outputs.clear()
-        self.watching = True
+        self.recording = True
         try:
             yield
         finally:
-            self.watching = False
+            self.recording = False
 
     def losses(
         self, ids: torch.Tensor, logits: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """`logits` and `ffn`, those that count, of the forward pass just made."""
-        found = {}
-        with torch.no_grad():
-            self.targets.clear()
-            self.watching = True
-            expected = self.dense(input_ids=ids, use_cache=False).logits
-            self.watching = False
+        teacher_logits = self._dense_logits(ids)
+        losses = {}
         if self.mix.logits:
-            found["logits"] = logits_kl(logits, expected)
+            losses["logits"] = logits_kl(logits, teacher_logits)
         if self.mix.ffn:
-            shape = (
-                *ids.shape,
-                self.targets[0].shape[-1],
-            )  # some families flatten windows
-            errors = [
-                relative_error(y.view(shape), target.view(shape))
-                for y, target in zip(self.outputs, self.targets, strict=True)
-            ]
-            found["ffn"] = torch.stack(errors).mean()
+            losses["ffn"] = self._ffn_error(ids)
         self.outputs.clear()
         self.targets.clear()
-        return found
+        return losses
+
+    @torch.no_grad()
+    def _dense_logits(self, ids: torch.Tensor) -> Any:
+        self.targets.clear()
+        self.recording = True
+        outputs = self.dense(input_ids=ids, use_cache=False)
+        self.recording = False
+        return outputs.logits
+
+    def _ffn_error(self, ids: torch.Tensor) -> torch.Tensor:
+        """The relative error, the mean over layers."""
+        width = self.targets[0].shape[-1]
+        shape = (*ids.shape, width)  # some families flatten windows
+        errors = []
+        for y, target in zip(self.outputs, self.targets, strict=True):
+            error = relative_error(y.view(shape), target.view(shape))
+            errors.append(error)
+        return torch.stack(errors).mean()

@@ -35,7 +35,8 @@ def straight_through(
         soft_TR = (value_TR / router.choice_width).sigmoid()
     else:
         soft_TR = soft_choice(value_TR, _thresholds(router, value_TR))
-    return gate_TR + (soft_TR - soft_TR.detach())
+    straight_TR: torch.Tensor = soft_TR - soft_TR.detach()
+    return gate_TR + straight_TR
 
 
 @torch.no_grad()

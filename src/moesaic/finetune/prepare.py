@@ -1,210 +1,239 @@
-"""All of a fine-tuning's input but the weights: checked, and its text read."""
+"""All of a fine-tuning's input but the weights: checked, and its text read.
+
+Shape suffixes: N windows, L tokens of one.
+"""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 
 from moesaic.calibration.text import to_ids
-from moesaic.conversion.prepare import hold_out, source_name
+from moesaic.conversion.prepare import ValidationText, hold_out, source_name
 from moesaic.errors import MoesaicError
 from moesaic.families import find_ffns
 from moesaic.families.load import (
-    choose_device,
+    dense_of,
     load_config,
     load_tokenizer,
     window_length,
 )
+from moesaic.finetune.checks import check_options
+from moesaic.finetune.defaults import usual_batch_size, usual_rate
 from moesaic.finetune.distill import Mix
-from moesaic.finetune.train import Settings
+from moesaic.finetune.options import (
+    AUTO_TEACHER,
+    NO_TEACHER,
+    FinetuneOptions,
+    Settings,
+)
 from moesaic.output import draft as checkpoint
 
 MOST_TOKENS = 2**28  # 2 GB of ids
 DISTILLED = Mix(lm=0.5, logits=0.5, ffn=3.0)
-PLAIN_LR = 5.95e-5  # the paper's
-DISTILLED_LR = 3e-4
+TEACHER_ADVICE = (
+    "name it with --distill PATH, or train without a teacher by --distill none"
+)
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A fine-tuning whose every input has been checked and read, but for the weights."""
+class TrainingInput:
+    """A fine-tuning's input, checked and read, all but the weights.
 
+    `teacher` is the name or path of the dense model to imitate, None where there is
+    none. `validation` is not trained on; None where the text is too short for that.
+    """
+
+    options: FinetuneOptions
     settings: Settings
-    config: Any
     tokenizer: Any
     windows_NL: torch.Tensor
     source: str
-    heldout_ids: torch.Tensor | None
-    heldout: str | None
-
-    def check_teacher(self, model: Any, dense: Any) -> None:
-        """Raises MoesaicError for a dense model that the converted one was not made from."""
-        ours, theirs = model.config, dense.config
-        if theirs.model_type == "moesaic":
-            raise MoesaicError(
-                "--distill names a converted model; name the dense one it came from"
-            )
-        pairs = {
-            "family": (ours.base_model_type, theirs.model_type),
-            "vocabulary": (ours.vocab_size, theirs.vocab_size),
-            "hidden size": (ours.hidden_size, theirs.hidden_size),
-            "layers": (ours.num_hidden_layers, theirs.num_hidden_layers),
-        }
-        for name, (own, other) in pairs.items():
-            if own != other:
-                raise MoesaicError(
-                    f"--distill: its {name} is {other}, the converted model's {own}; name the "
-                    f"dense model it came from ({ours.moesaic['base_model']})"
-                )
-        find_ffns(dense)
+    validation: ValidationText | None
+    teacher: str | None
 
 
-def prepare(
-    model: str | Path,
-    output: Path,
-    data: Any,
-    *,
-    distill: str | Path | None,
-    tune_teacher: bool,
-    samples: int,
-    sequence_length: int | None,
-    epochs: int,
-    batch_size: int,
-    rank: int,
-    alpha: float,
-    lora_lr: float | None,
-    scale_lr: float,
-    balance_rate: float,
-    freeze_router: bool,
-    micro_batch: int | None,
-    checkpoint_every: int | None,
-    tensorboard: str | None,
-    seed: int,
-    device: str,
-    overwrite: bool,
-    resume: bool,
-    trust_remote_code: bool,
-) -> Ready:
+def prepare(options: FinetuneOptions) -> TrainingInput:
     """Checks all of a fine-tuning's input and reads its text.
 
-    Raises MoesaicError for any bad input but broken weights; writes nothing.
+    Raises MoesaicError for any bad input but broken weights. Writes nothing.
     """
-    whole = {
-        "samples": samples,
-        "epochs": epochs,
-        "batch size": batch_size,
-        "rank": rank,
-        "micro batch": micro_batch,
-        "checkpoint every": checkpoint_every,
-    }
-    for name, value in whole.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise MoesaicError(
-                f"{name} {value}: a whole number of at least 1 is needed"
-            )
-    rates = {
-        "alpha": alpha,
-        "lora lr": lora_lr,
-        "scale lr": scale_lr,
-        "balance rate": balance_rate,
-    }
-    for name, rate in rates.items():
-        least = "at least 0" if name in ("scale lr", "balance rate") else "above 0"
-        if rate is not None and not (
-            0 < rate < 1e4 or (rate == 0 and least == "at least 0")
-        ):
-            raise MoesaicError(f"{name} {rate}: a number {least} is needed")
-    if not 0 <= seed < 2**31:
-        raise MoesaicError(f"seed {seed} is outside 0..{2**31 - 1}")
-    if choose_device(device).index is not None:
-        raise MoesaicError(
-            f"device {device}: training takes the first GPU, or those of accelerate launch; set "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    if tune_teacher and distill is None:
-        raise MoesaicError(
-            "--tune-teacher needs --distill, which names the dense model to tune"
-        )
-    sharded = [
-        n for n in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_set(n)
-    ]
-    if tune_teacher and sharded:
-        raise MoesaicError(
-            "--tune-teacher is for one process or data-parallel ones; where weights are sharded, "
-            "tune the dense model before and name it with --distill"
-        )
-    if tensorboard is not None and find_spec("tensorboard") is None:
-        raise MoesaicError("--tensorboard needs the package: pip install tensorboard")
-    batch_size = min(batch_size, samples)
-    processes = PartialState(
-        cpu=device == "cpu" or not torch.cuda.is_available()
-    ).num_processes
-    if batch_size % processes:
-        raise MoesaicError(
-            f"a batch of {batch_size} cannot be split over {processes} processes"
-        )
-    config = load_config(model, trust_remote_code)
+    check_options(options)
+    config = load_config(options.model, options.trust_remote_code)
+    _check_converted(options.model, config)
+    _check_rank(options.rank, config)
+    if PartialState(cpu=options.use_cpu).is_main_process:
+        checkpoint.check_output(options.output, options.overwrite, options.resume)
+    teacher = find_teacher(options, config)
+    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    source = _source(options, config)
+    length = window_length([config], options.sequence_length)
+    all_ids = to_ids(source, tokenizer)
+    ids, validation = hold_out(all_ids, source, tokenizer, length)
+    _check_tokens(options.samples, length)
+    windows_NL = draw_windows(ids, options.samples, length, options.seed)
+    window_length([config], windows_NL.shape[1])  # windows given may be too long
+    batch_size = _batch_size(options, len(windows_NL))
+    windows_NL = whole_steps(windows_NL, batch_size)
+    hidden_size = config.get_text_config().hidden_size
+    settings = _settings(options, windows_NL, batch_size, hidden_size, teacher)
+    return TrainingInput(
+        options=options,
+        settings=settings,
+        tokenizer=tokenizer,
+        windows_NL=windows_NL,
+        source=source_name(source),
+        validation=validation,
+        teacher=teacher,
+    )
+
+
+def _check_converted(model: str, config: Any) -> None:
     if config.model_type != "moesaic":
         raise MoesaicError(
-            f"{model} is a {config.model_type} model that moesaic has not converted; run moesaic "
-            "convert first, and fine-tune its output"
+            f"{model} is a {config.model_type} model that moesaic has not converted; "
+            "run moesaic convert first, and fine-tune its output"
         )
-    if data is None:
-        data = "demo" if config.moesaic["base_model"] == "demo" else "wikitext2"
-    if PartialState().is_main_process:
-        checkpoint.check_output(output, overwrite, resume)
-    if distill is not None:
-        load_config(distill, trust_remote_code)
-    length = window_length([config], sequence_length)
-    tokenizer = load_tokenizer(model, trust_remote_code)
-    ids, heldout_ids, heldout = hold_out(
-        to_ids(data, tokenizer), data, tokenizer, length
-    )
+
+
+def _check_rank(rank: int, config: Any) -> None:
+    hidden_size = config.get_text_config().hidden_size
+    if rank > hidden_size:
+        raise MoesaicError(
+            f"rank {rank} is above the model's hidden size {hidden_size}; 8 is usual"
+        )
+
+
+def _check_tokens(samples: int, length: int) -> None:
     if samples * length > MOST_TOKENS:
         raise MoesaicError(
-            f"{samples} samples of {length} are over {MOST_TOKENS:,} tokens, the most that are "
-            "trained on; take fewer --samples"
+            f"{samples} samples of {length} are over {MOST_TOKENS:,} tokens, the most "
+            "that are trained on; take fewer --samples"
         )
-    if rank > config.get_text_config().hidden_size:
+
+
+def _source(options: FinetuneOptions, config: Any) -> Any:
+    """The text to train on: what was given, or the usual one."""
+    if options.data is not None:
+        return options.data
+    from_demo = config.moesaic.base_model == "demo"
+    return "demo" if from_demo else "wikitext2"
+
+
+def find_teacher(options: FinetuneOptions, config: Any) -> str | None:
+    """Name or path of the dense model to imitate; None for no teacher.
+
+    Raises MoesaicError where it cannot be found.
+    """
+    if options.distill == NO_TEACHER:
+        return None
+    if options.distill == AUTO_TEACHER:
+        return _dense_origin(options, config)
+    load_config(options.distill, options.trust_remote_code)
+    return str(options.distill)
+
+
+def _dense_origin(options: FinetuneOptions, config: Any) -> str:
+    """The dense model that the converted one was made from."""
+    name = config.moesaic.base_model
+    dense = dense_of(options.model, config)
+    if dense is None:
         raise MoesaicError(
-            f"rank {rank} is above the model's hidden size {config.get_text_config().hidden_size}; "
-            "8 is usual"
+            f"the teacher {name!r}, from which {options.model} was converted, is not "
+            f"found here or beside it; {TEACHER_ADVICE}"
         )
-    windows_NL = draw_windows(ids, samples, length, seed)
-    # Whole steps only: the mean over a shorter last one would depend on how it is split.
-    batch_size = min(batch_size, len(windows_NL))
-    windows_NL = windows_NL[: len(windows_NL) // batch_size * batch_size]
+    try:
+        load_config(dense, options.trust_remote_code)
+    except MoesaicError as error:
+        raise MoesaicError(
+            f"the teacher {name!r}, from which {options.model} was converted, cannot "
+            f"be loaded ({error}); {TEACHER_ADVICE}"
+        ) from error
+    return dense
+
+
+def check_teacher(student: Any, dense: Any) -> None:
+    """Raises MoesaicError for a dense model the student cannot have been made from."""
+    student_config = student.config
+    dense_config = dense.config
+    if dense_config.model_type == "moesaic":
+        raise MoesaicError(
+            "--distill names a converted model; name the dense one it came from"
+        )
+    names = {
+        "vocabulary": "vocab_size",
+        "hidden size": "hidden_size",
+        "layers": "num_hidden_layers",
+    }
+    expected = {"family": student_config.base_model_type}
+    actual = {"family": dense_config.model_type}
+    for name, attribute in names.items():
+        expected[name] = getattr(student_config, attribute)
+        actual[name] = getattr(dense_config, attribute)
+    origin = student_config.moesaic.base_model
+    for name, value in actual.items():
+        if value != expected[name]:
+            raise MoesaicError(
+                f"--distill: its {name} is {value}, the converted model's "
+                f"{expected[name]}; name the dense model it came from ({origin})"
+            )
+    find_ffns(dense)
+
+
+def _batch_size(options: FinetuneOptions, windows: int) -> int:
+    """Windows of one step, over all processes. Raises where they cannot share them."""
+    processes = PartialState(cpu=options.use_cpu).num_processes
+    size = options.batch_size
+    if size is None:
+        size = usual_batch_size(windows * options.epochs, processes)
+    size = min(size, windows)
+    if size % processes:
+        raise MoesaicError(
+            f"a batch of {size} cannot be split over {processes} processes; take a "
+            f"--batch-size that is a multiple of {processes}, and as many --samples"
+        )
+    return size
+
+
+def whole_steps(windows_NL: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """The windows without those of a shorter last step.
+
+    The mean over such a step would depend on how it is split.
+    """
+    steps = len(windows_NL) // batch_size
+    return windows_NL[: steps * batch_size]
+
+
+def _settings(
+    options: FinetuneOptions,
+    windows_NL: torch.Tensor,
+    batch_size: int,
+    hidden_size: int,
+    teacher: str | None,
+) -> Settings:
     samples, length = windows_NL.shape
-    window_length([config], length)  # windows that were given may be too long
-    mix = Mix() if distill is None else DISTILLED
-    usual = PLAIN_LR if distill is None else DISTILLED_LR
-    settings = Settings(
-        samples,
-        length,
-        epochs,
-        batch_size,
-        rank,
-        alpha,
-        lora_lr or usual,
-        scale_lr,
-        balance_rate,
-        freeze_router,
-        mix,
-        seed,
+    steps = samples // batch_size * options.epochs
+    has_teacher = teacher is not None
+    lora_lr = options.lora_lr
+    if lora_lr is None:
+        lora_lr = usual_rate(steps, batch_size, hidden_size, has_teacher)
+    return Settings(
+        samples=samples,
+        sequence_length=length,
+        epochs=options.epochs,
+        batch_size=batch_size,
+        rank=options.rank,
+        alpha=options.alpha,
+        lora_lr=lora_lr,
+        scale_lr=options.scale_lr,
+        balance_rate=options.balance_rate,
+        freeze_router=options.freeze_router,
+        mix=DISTILLED if has_teacher else Mix(),
+        seed=options.seed,
     )
-    return Ready(
-        settings, config, tokenizer, windows_NL, source_name(data), heldout_ids, heldout
-    )
-
-
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "false").lower() == "true"
 
 
 def draw_windows(
@@ -212,21 +241,23 @@ def draw_windows(
 ) -> torch.Tensor:
     """Windows (N, L), one from each of N equal stretches of the text, in random order.
 
-    They overlap where the text has fewer than N L tokens. A 2-D tensor is taken as windows
-    already. Raises MoesaicError for a text shorter than one window.
+    They overlap where the text has fewer than N L tokens. A 2-D tensor is taken as
+    windows already. Raises MoesaicError for a text shorter than one window.
     """
     if ids.ndim == 2:
         return ids
     room = len(ids) - length
     if room < 0:
         raise MoesaicError(
-            f"the training text has {len(ids)} tokens, one sample needs {length}; give a longer "
-            "text or a smaller --sequence-length"
+            f"the training text has {len(ids)} tokens, one sample needs {length}; give "
+            "a longer text or a smaller --sequence-length"
         )
     generator = torch.Generator().manual_seed(seed)
-    place_N = torch.arange(samples) + torch.rand(
-        samples, generator=generator, dtype=torch.double
-    )
-    starts_N = (place_N / samples * (room + 1)).long().clamp(max=room)
-    starts_N = starts_N[torch.randperm(samples, generator=generator)]
-    return ids[starts_N[:, None] + torch.arange(length)]
+    offset_N = torch.rand(samples, generator=generator, dtype=torch.double)
+    place_N = torch.arange(samples) + offset_N
+    start_N = place_N / samples * (room + 1)
+    start_N = start_N.long().clamp(max=room)
+    order_N = torch.randperm(samples, generator=generator)
+    start_N = start_N[order_N]
+    position_NL = start_N[:, None] + torch.arange(length)
+    return ids[position_NL]

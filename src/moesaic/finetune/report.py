@@ -1,4 +1,4 @@
-"""What a fine-tuning did."""
+"""What a fine-tuning did: as data, and as the model card."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.finetune.balance import Loads
+from moesaic.finetune.lora import learning_rates, neuron_routers_of
+from moesaic.finetune.options import Settings
+from moesaic.finetune.prepare import TrainingInput
 
 
 @dataclass
 class FinetuneReport:
     """Perplexities are on held-out text, None where nothing was held out.
 
-    `perplexity` is the trained model's as it was trained, `folded_perplexity` with its gates
-    folded into the experts; `folded` says whether that is what was written.
+    `perplexity` is the trained model's as it was trained, `folded_perplexity` with its
+    gates folded into the experts; `folded` says whether that is what was written.
+    `teacher_perplexity` is the dense model's, where it was tuned likewise. `distill` is
+    the teacher's name or path, None where there was none. `rates` are learning rates.
     """
 
     model: str
     data: str
     distill: str | None
     settings: dict[str, Any]
-    rates: dict[str, float]  # learning rates
+    rates: dict[str, float]
     merged: bool
     heldout: str | None
     heldout_tokens: int = 0
@@ -30,16 +35,14 @@ class FinetuneReport:
     folded_perplexity: float | None = None
     folded: bool = False
     teacher_tuned: bool = False
-    teacher_perplexity: float | None = (
-        None  # of the dense model, where it was tuned likewise
-    )
+    teacher_perplexity: float | None = None
     loads_before: list[dict[str, Any]] = field(default_factory=list)
     loads_after: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
-    def loads(self, before: Loads | None, after: Loads | None) -> None:
-        self.loads_before = before.to_dict() if before is not None else []
-        self.loads_after = after.to_dict() if after is not None else []
+    def set_loads(self, before: Loads | None, after: Loads | None) -> None:
+        self.loads_before = [] if before is None else before.to_dict()
+        self.loads_after = [] if after is None else after.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,14 +50,46 @@ class FinetuneReport:
     @property
     def public_names(self) -> tuple[str, str | None]:
         """Of the model and the one it imitates, without private paths."""
-        names = [
-            name and (Path(name).name if Path(name).exists() else name)
-            for name in (self.model, self.distill)
-        ]
-        return names[0] or "", names[1]
+        teacher = None if self.distill is None else _public_name(self.distill)
+        return _public_name(self.model), teacher
 
     def recipe(self) -> dict[str, Any]:
         """What the configuration of the model keeps."""
-        names = ("data", "distill", "teacher_tuned", "settings", "folded")
-        kept = {name: value for name, value in self.to_dict().items() if name in names}
-        return kept | {"distill": self.public_names[1]}
+        _, teacher = self.public_names
+        return {
+            "data": self.data,
+            "distill": teacher,
+            "settings": self.settings,
+            "folded": self.folded,
+            "teacher_tuned": self.teacher_tuned,
+        }
+
+
+def new_report(inputs: TrainingInput, student: Any) -> FinetuneReport:
+    """What is known before training."""
+    options = inputs.options
+    return FinetuneReport(
+        model=options.model,
+        data=inputs.source,
+        distill=inputs.teacher,
+        teacher_tuned=options.tune_teacher,
+        settings=inputs.settings.to_dict(),
+        rates=_rates(student, inputs.settings),
+        merged=options.merge,
+        heldout=None if inputs.validation is None else inputs.validation.name,
+    )
+
+
+def _rates(model: Any, settings: Settings) -> dict[str, float]:
+    """Learning rates, as far as the model has such weights."""
+    rates = learning_rates(model, settings.lora_lr, settings.scale_lr)
+    if neuron_routers_of(model):
+        first = next(iter(rates))
+        return {first: rates[first]}
+    return rates
+
+
+def _public_name(model: str) -> str:
+    """A folder's name without the folders it lies in; a hub id as it is."""
+    path = Path(model)
+    return path.name if path.exists() else model

@@ -1,16 +1,16 @@
-"""One fine-tuning: checks, text, training in DIR.partial, merge, and a folder that is whole."""
+"""One fine-tuning, step by step: check, load, measure, train, refit, measure, save.
+
+Work goes on in OUTPUT.partial, which gets OUTPUT's name when it is whole.
+
+Shape suffixes: N windows, L tokens of one.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +21,21 @@ from moesaic.calibration.checks import check_vocabulary
 from moesaic.conversion.layout_search import HELDOUT_TOKENS
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
-from moesaic.families.load import load_model, resolve
-from moesaic.finetune.balance import Loads, measure_loads, refit_thresholds
-from moesaic.finetune.curves import curve_csv, curve_png, loads_png
+from moesaic.families.load import load_model
+from moesaic.finetune.balance import measure_loads, refit_thresholds
+from moesaic.finetune.checks import is_set
 from moesaic.finetune.distill import Mix
-from moesaic.finetune.fold import fold_scale, mean_gates
-from moesaic.finetune.lora import (
-    blocks_of,
-    is_mixture,
-    learning_rates,
-    neuron_routers_of,
-    routers_of,
-)
+from moesaic.finetune.fingerprint import fingerprint
 from moesaic.finetune.lora import merge as merge_lora
-from moesaic.finetune.model_card import finetune_card
-from moesaic.finetune.prepare import Ready, prepare
-from moesaic.finetune.report import FinetuneReport
-from moesaic.finetune.train import Machine, Settings, gather, train
+from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions
+from moesaic.finetune.prepare import TrainingInput, check_teacher, prepare
+from moesaic.finetune.report import FinetuneReport, new_report
+from moesaic.finetune.save import save_model, write_files
+from moesaic.finetune.train import Trained, gather, train
 from moesaic.output import draft as checkpoint
-from moesaic.output.atomic import set_usual_permissions
-from moesaic.output.model_card import licence_of
 
-FOLD_LOSS = (
-    1.001  # perplexity over the unfolded model's up to which the gates are folded
-)
-LOAD_TOKENS = (
-    8192  # of the training text, on which loads, gates and thresholds are measured
-)
-SHARD_SIZE = "5GB"
+# Training tokens on which loads, gates and thresholds are measured.
+LOAD_TOKENS = 8192
 
 
 def finetune(
@@ -59,13 +46,13 @@ def finetune(
     samples: int = 2048,
     sequence_length: int | None = None,
     epochs: int = 1,
-    batch_size: int = 16,
+    batch_size: int | None = None,
     rank: int = 8,
     alpha: float = 32,
     lora_lr: float | None = None,
     scale_lr: float = 1e-3,
     balance_rate: float = 1e-3,
-    distill: str | Path | None = None,
+    distill: str | Path = AUTO_TEACHER,
     tune_teacher: bool = False,
     freeze_router: bool = False,
     merge: bool = True,
@@ -84,29 +71,33 @@ def finetune(
 ) -> FinetuneReport:
     """Recovers a converted model's quality by light fine-tuning (paper, Section 4.3).
 
-    LoRA weights of `rank` and `alpha` in attention and experts, the routers (unless frozen) and
-    expert_scale are trained by Adam on `samples` windows of `data`, a SOURCE (wikitext2 unless
-    given, or demo for what came from the demo model). After every optimiser step the selection
-    biases move by `balance_rate` towards equal loads. `distill` names the dense model: its logits
-    and FFNs are then imitated as well. With `tune_teacher` it first learns the same windows by
-    next-token loss, in memory: it teaches better then, and is the fair reference. `merge` writes a
-    model like the one given, otherwise `output` is a PEFT adapter for it. Measures perplexity on
-    held-out text and loads before and after; writes the learning curve beside the weights.
+    Adam trains LoRA weights of `rank` and `alpha` in attention and experts, the routers
+    (unless frozen) and expert_scale, on `samples` windows of `data`. That is a SOURCE:
+    wikitext2 unless given, or demo for what came from the demo model. After every step
+    the selection biases move by `balance_rate` towards equal loads.
 
-    Runs alone or under `accelerate launch`. Raises MoesaicError for bad input, leaving nothing
-    behind, and for a loss that stops being finite or a full disk, leaving the checkpoints in
-    DIR.partial. Costs about three forward passes per token, four with `distill`, and three of the
-    dense model with `tune_teacher`; memory: the model, the dense one with `distill`, and
-    activations of `micro_batch` windows.
+    `distill` is the teacher, whose logits and FFNs are imitated: "auto" for the dense
+    model that was converted, "none", or a dense model's folder or hub id. With
+    `tune_teacher` it first learns the same windows by next-token loss, in memory: it
+    teaches better then, and is the fair reference.
+
+    `lora_lr` and `batch_size` fit the length of the run unless given. `merge` writes a
+    model like the one given, otherwise `output` is a PEFT adapter for it. Perplexity on
+    held-out text and loads are measured before and after; the learning curve is written
+    beside the weights.
+
+    Runs alone or under `accelerate launch`. Raises MoesaicError for bad input, leaving
+    nothing behind. Where the loss stops being finite or the disk is full it raises too,
+    and leaves the checkpoints in OUTPUT.partial.
+
+    Costs about three forward passes per token, four with a teacher, and three of the
+    dense model with `tune_teacher`. Memory: the model, the teacher, and activations of
+    `micro_batch` windows.
     """
-    started = time.perf_counter()
-    target = Path(output).absolute()
-    ready = prepare(
-        model,
-        target,
-        data,
-        distill=distill,
-        tune_teacher=tune_teacher,
+    options = FinetuneOptions(
+        model=str(model),
+        output=Path(output).absolute(),
+        data=data,
         samples=samples,
         sequence_length=sequence_length,
         epochs=epochs,
@@ -116,123 +107,124 @@ def finetune(
         lora_lr=lora_lr,
         scale_lr=scale_lr,
         balance_rate=balance_rate,
+        distill=distill,
+        tune_teacher=tune_teacher,
         freeze_router=freeze_router,
+        merge=merge,
         micro_batch=micro_batch,
+        gradient_checkpointing=gradient_checkpointing,
         checkpoint_every=checkpoint_every,
         tensorboard=tensorboard,
         seed=seed,
         device=device,
+        dtype=dtype,
         overwrite=overwrite,
         resume=resume,
         trust_remote_code=trust_remote_code,
+        command=command,
+        progress=progress,
     )
-    settings = ready.settings
-    machine = Machine(
-        micro_batch,
-        device == "cpu" or not torch.cuda.is_available(),
-        gradient_checkpointing,
-        tensorboard,
-        checkpoint_every,
-        progress,
-    )
-    state = PartialState(cpu=machine.use_cpu)
-    loaded = load_model(model, dtype, trust_remote_code)
-    if loaded.dtype == torch.float16:
-        raise MoesaicError(
-            f"{model} is in float16, whose range gradients leave; pass --dtype bfloat16 or float32"
-        )
-    dense = None if distill is None else load_model(distill, dtype, trust_remote_code)
-    if dense is not None:
-        ready.check_teacher(loaded, dense)
-    report = FinetuneReport(
-        model=str(model),
-        data=ready.source,
-        distill=None if distill is None else str(distill),
-        teacher_tuned=tune_teacher,
-        settings=settings.to_dict(),
-        rates=_rates(loaded, settings),
-        merged=merge,
-        heldout=ready.heldout,
-    )
-    check_vocabulary(loaded, ready.windows_NL)
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        loaded.to(state.device)
-    length = settings.sequence_length
-    if ready.heldout_ids is not None and state.is_main_process:
-        report.perplexity_before, report.heldout_tokens = perplexity(
-            loaded, ready.heldout_ids, length, HELDOUT_TOKENS
-        )
-    run = _fingerprint(ready, loaded, report, state.num_processes)
-    alone = state.is_main_process
-    with (
-        checkpoint.open_draft(target, run, resume) if alone else nullcontext(),
-        _keeping(),
-    ):
-        state.wait_for_everyone()
-        draft = checkpoint.draft_folder(target)
-        with checkpoint.writing(draft, "checkpoints"):
-            if tune_teacher:
-                dense = _taught(
-                    dense, ready, machine, draft / "teacher", resume, report
-                )
-            trained = train(
-                loaded,
-                ready.windows_NL,
-                settings,
-                machine,
-                dense,
-                draft / "trainer",
-                resume,
-            )
-        if not alone:
+    return run(options)
+
+
+def run(options: FinetuneOptions) -> FinetuneReport:
+    """The steps of a fine-tuning, in their order."""
+    started = time.perf_counter()
+    inputs = prepare(options)
+    student = load_student(inputs)
+    teacher = load_teacher(inputs, student)
+    report = new_report(inputs, student)
+    measure_before(student, inputs, report)
+    with open_output(inputs, student, report) as draft:
+        if inputs.options.tune_teacher:
+            teacher = tune_teacher(teacher, inputs, draft, report)
+        trained = train_student(student, teacher, inputs, draft)
+        if not is_first_process(options):
             return report
-        if trained.sharded is not None:
-            gather(trained, load_model(model, dtype, trust_remote_code), settings)
-        few = ready.windows_NL[: max(1, LOAD_TOKENS // length)]
+        load_again_if_sharded(trained, inputs)
+        windows_NL = load_windows(inputs)
         with torch.no_grad():
-            refit_thresholds(trained.model, few)
-        report.loads(trained.loads_before, after := measure_loads(trained.model, few))
-        heldout = (ready.heldout_ids, length)
+            refit_thresholds(trained.model, windows_NL)
+        trained.loads_after = measure_loads(trained.model, windows_NL)
+        report.set_loads(trained.loads_before, trained.loads_after)
         folder = draft / "model"
-        with checkpoint.writing(draft, "checkpoints"):
-            _save(trained.model, folder, merge, ready, report, few, heldout)
-            report.seconds = time.perf_counter() - started
-            _write_files(
-                folder, report, trained.history, trained.loads_before, after, command
-            )
-            checkpoint.take_name(draft, target)
+        save_model(trained.model, folder, inputs, windows_NL, report)
+        report.seconds = time.perf_counter() - started
+        write_files(folder, report, trained, options.command)
+        checkpoint.take_name(draft, options.output)
     return report
 
 
-def _taught(
-    dense: Any,
-    ready: Ready,
-    machine: Machine,
-    folder: Path,
-    resume: bool,
-    report: FinetuneReport,
-) -> Any:
-    """The dense model after next-token fine-tuning, by the same settings on the same windows."""
-    settings = replace(ready.settings, mix=Mix())
-    if (
-        machine.tensorboard is not None
-    ):  # a run of its own, else its curves mix with the student's
-        machine = replace(
-            machine, tensorboard=str(Path(machine.tensorboard) / "teacher")
+def is_first_process(options: FinetuneOptions) -> bool:
+    """Whether this process measures and writes; the others only train."""
+    state = PartialState(cpu=options.use_cpu)
+    return bool(state.is_main_process)
+
+
+def load_student(inputs: TrainingInput) -> Any:
+    """The converted model, on its device unless its weights are to be sharded.
+
+    Raises MoesaicError where it cannot be trained on this text.
+    """
+    options = inputs.options
+    student = load_model(options.model, options.dtype, options.trust_remote_code)
+    if student.dtype == torch.float16:
+        raise MoesaicError(
+            f"{options.model} is in float16, whose range gradients leave; pass --dtype "
+            "bfloat16 or float32"
         )
-    model = merge_lora(
-        train(dense, ready.windows_NL, settings, machine, None, folder, resume).model
-    )
-    if ready.heldout_ids is not None and PartialState().is_main_process:
-        report.teacher_perplexity, _ = perplexity(
-            model, ready.heldout_ids, settings.sequence_length, HELDOUT_TOKENS
-        )
-    return model
+    check_vocabulary(student, inputs.windows_NL)
+    if not is_set("ACCELERATE_USE_FSDP"):
+        state = PartialState(cpu=options.use_cpu)
+        student.to(state.device)
+    return student
+
+
+def load_teacher(inputs: TrainingInput, student: Any) -> Any:
+    """The dense model to imitate, or None. Raises for one of another shape."""
+    if inputs.teacher is None:
+        return None
+    options = inputs.options
+    teacher = load_model(inputs.teacher, options.dtype, options.trust_remote_code)
+    check_teacher(student, teacher)
+    return teacher
+
+
+def measure_before(student: Any, inputs: TrainingInput, report: FinetuneReport) -> None:
+    """Perplexity before training, where text is held out."""
+    validation = inputs.validation
+    if validation is None or not is_first_process(inputs.options):
+        return
+    length = inputs.settings.sequence_length
+    value, tokens = perplexity(student, validation.ids, length, HELDOUT_TOKENS)
+    report.perplexity_before = value
+    report.heldout_tokens = tokens
 
 
 @contextmanager
-def _keeping() -> Iterator[None]:
-    """What goes wrong after training has begun costs no checkpoint."""
+def open_output(
+    inputs: TrainingInput, student: Any, report: FinetuneReport
+) -> Iterator[Path]:
+    """The folder to work in, opened by the first process.
+
+    Whatever goes wrong inside costs no checkpoint.
+    """
+    options = inputs.options
+    state = PartialState(cpu=options.use_cpu)
+    identity = fingerprint(inputs, student, report, state.num_processes)
+    opened: Any = nullcontext()
+    if state.is_main_process:
+        opened = checkpoint.open_draft(options.output, identity, options.resume)
+    draft = checkpoint.draft_folder(options.output)
+    with opened, keep_checkpoints():
+        state.wait_for_everyone()
+        with checkpoint.writing(draft, "checkpoints"):
+            yield draft
+
+
+@contextmanager
+def keep_checkpoints() -> Iterator[None]:
+    """Turns any of our errors into one that leaves the draft where it is."""
     try:
         yield
     except checkpoint.UnfinishedError:
@@ -241,113 +233,60 @@ def _keeping() -> Iterator[None]:
         raise checkpoint.UnfinishedError(str(error)) from error
 
 
-def _save(
-    wrapped: Any,
-    folder: Path,
-    merge: bool,
-    ready: Ready,
-    report: FinetuneReport,
-    few_NL: torch.Tensor,
-    heldout: tuple[torch.Tensor | None, int],
-) -> None:
-    """Writes the adapter, or the merged model with its gates folded where that costs little."""
+def tune_teacher(
+    dense: Any, inputs: TrainingInput, draft: Path, report: FinetuneReport
+) -> Any:
+    """The dense model after next-token training by the same settings and windows."""
+    options = inputs.options
+    settings = replace(inputs.settings, mix=Mix())
+    machine = options.machine()
+    if machine.tensorboard is not None:
+        # A run of its own: else its curves mix with the student's.
+        folder = Path(machine.tensorboard) / "teacher"
+        machine = replace(machine, tensorboard=str(folder))
+    trained = train(
+        dense,
+        inputs.windows_NL,
+        settings,
+        machine,
+        folder=draft / "teacher",
+        resume=options.resume,
+    )
+    teacher = merge_lora(trained.model)
+    validation = inputs.validation
+    if validation is not None and is_first_process(options):
+        length = settings.sequence_length
+        value, _ = perplexity(teacher, validation.ids, length, HELDOUT_TOKENS)
+        report.teacher_perplexity = value
+    return teacher
 
-    def measured(model: Any) -> float | None:
-        ids, length = heldout
-        return (
-            None
-            if ids is None
-            else perplexity(model.eval(), ids, length, HELDOUT_TOKENS)[0]
-        )
 
-    # A killed run may have begun to write it; a draft without this folder would be none.
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    wrapped.config.use_cache = True
-    if not merge:
-        report.perplexity = measured(wrapped)
-        wrapped.save_pretrained(folder)
-        if ready.tokenizer is not None:
-            ready.tokenizer.save_pretrained(folder)
+def train_student(
+    student: Any, teacher: Any, inputs: TrainingInput, draft: Path
+) -> Trained:
+    """The student after training, wrapped in its LoRA weights."""
+    options = inputs.options
+    return train(
+        student,
+        inputs.windows_NL,
+        inputs.settings,
+        options.machine(),
+        teacher,
+        folder=draft / "trainer",
+        resume=options.resume,
+    )
+
+
+def load_again_if_sharded(trained: Trained, inputs: TrainingInput) -> None:
+    """After sharded training: the trained weights around the whole model."""
+    if trained.sharded is None:
         return
-    model = merge_lora(wrapped)
-    report.perplexity = measured(model)
-    router = model.config.moesaic["router"]
-    stock = (router["kind"], router["gating"]) == ("linear", "topk") and not is_mixture(
-        model
-    )
-    if (
-        routers_of(model) and stock
-    ):  # an architecture that holds its experts, but no gates
-        scales = [router.expert_scale.clone() for router in routers_of(model)]
-        downs = [block.experts.down_proj.clone() for block in _routed(model)]
-        fold_scale(model, mean_gates(model, few_NL))
-        report.folded_perplexity = measured(model)
-        whole, folded = report.perplexity, report.folded_perplexity
-        report.folded = whole is None or folded is None or folded <= FOLD_LOSS * whole
-        if not report.folded:
-            for block, scale_R, down in zip(_routed(model), scales, downs, strict=True):
-                block.router.expert_scale.data.copy_(scale_R)
-                block.experts.down_proj.data.copy_(down)
-    model.config.moesaic["finetune"] = report.recipe()
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-    if ready.tokenizer is not None:
-        ready.tokenizer.save_pretrained(folder)
+    options = inputs.options
+    whole = load_model(options.model, options.dtype, options.trust_remote_code)
+    gather(trained, whole, inputs.settings)
 
 
-def _rates(model: Any, settings: Settings) -> dict[str, float]:
-    """Learning rates, as far as the model has such weights."""
-    rates = learning_rates(model, settings.lora_lr, settings.scale_lr)
-    kinds = 1 if neuron_routers_of(model) else len(rates)
-    return dict(list(rates.items())[:kinds])
-
-
-def _routed(model: Any) -> list[Any]:
-    return [block for block in blocks_of(model) if block.router is not None]
-
-
-def _write_files(
-    folder: Path,
-    report: FinetuneReport,
-    history: list[dict[str, float]],
-    before: Loads | None,
-    after: Loads | None,
-    command: str | None,
-) -> None:
-    (folder / "learning_curve.csv").write_text(curve_csv(history), "utf-8")
-    (folder / "learning_curve.png").write_bytes(curve_png(history))
-    if before is not None and after is not None:
-        (folder / "loads.png").write_bytes(loads_png(before, after))
-    text = json.dumps(report.to_dict(), indent=2) + "\n"
-    (folder / "moesaic_finetune.json").write_text(text, "utf-8")
-    (folder / "README.md").write_text(
-        finetune_card(report, licence_of(resolve(report.model)), command), "utf-8"
-    )
-    for path in folder.iterdir():
-        if path.is_file():
-            set_usual_permissions(path)
-
-
-def _fingerprint(
-    ready: Ready, model: Any, report: FinetuneReport, processes: int
-) -> dict[str, Any]:
-    """What must be equal for checkpoints to be worth going on with."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(
-            tensor.detach().float().sum(dtype=torch.double).cpu().numpy().tobytes()
-        )
-    windows = hashlib.sha256(ready.windows_NL.numpy().tobytes()).hexdigest()
-    return {
-        "model": report.model,
-        "weights": digest.hexdigest(),
-        "distill": report.distill,
-        "tune_teacher": report.teacher_tuned,
-        "settings": json.loads(json.dumps(asdict(ready.settings))),
-        "merge": report.merged,
-        "training tokens": windows,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "processes": processes,
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
-    }
+def load_windows(inputs: TrainingInput) -> torch.Tensor:
+    """The training windows on which loads, gates and thresholds are measured."""
+    count = LOAD_TOKENS // inputs.settings.sequence_length
+    return inputs.windows_NL[: max(1, count)]

@@ -1,4 +1,7 @@
-"""The training loop: transformers' Trainer, with our losses, optimizer groups and balance."""
+"""The training loop: transformers' Trainer with our losses, optimizer and balance.
+
+Shape suffixes: N windows, L tokens of one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 import os
 import shutil
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +17,33 @@ import torch
 from transformers import Trainer, TrainingArguments, set_seed
 
 from moesaic.finetune.balance import Balancer, Loads, measure_loads
-from moesaic.finetune.distill import Mix, Teacher
+from moesaic.finetune.distill import Teacher
 from moesaic.finetune.lora import NAME, freeze, parameter_groups, routers_of, wrap
 from moesaic.finetune.masked import masked
+from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.steps import EachStep
 from moesaic.output.draft import UnfinishedError
 
-SPREAD_TOKENS = 8192  # on which loads before training and the bias's bound are measured
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides the outcome of a run, besides the model and the text."""
-
-    samples: int = 2048
-    sequence_length: int = 2048
-    epochs: int = 1
-    batch_size: int = 16  # sequences of one optimiser step, over all processes
-    rank: int = 8
-    alpha: float = 32
-    lora_lr: float = 5.95e-5
-    scale_lr: float = 1e-3
-    balance_rate: float = 1e-3
-    freeze_router: bool = False
-    mix: Mix = field(default_factory=Mix)
-    seed: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """How a run is spread out: it changes rounding at most."""
-
-    micro_batch: int | None = (
-        None  # sequences at once on a device; None: about 4,096 tokens
-    )
-    use_cpu: bool = False
-    gradient_checkpointing: bool = False
-    tensorboard: str | None = None
-    checkpoint_every: int | None = None  # optimiser steps; None: a tenth of the run
-    progress: bool = False
+# Training tokens on which loads before training and the bias's bound are measured.
+SPREAD_TOKENS = 8192
+MICRO_BATCH_TOKENS = 4096
+WARMUP_SHARE = 20  # one step in so many
+LOGGED_STEPS = 256
+CHECKPOINTS = 10  # of a run
 
 
 @dataclass
 class Trained:
-    """The wrapped model after training, what was logged, and the loads before it."""
+    """A model after training, still wrapped, with what was logged and its loads.
+
+    `sharded` is the folder of the adapter that several processes gathered, else None.
+    """
 
     model: Any
     history: list[dict[str, float]]
     loads_before: Loads | None
-    sharded: Path | None = (
-        None  # where the adapter lies that was gathered from several processes
-    )
+    sharded: Path | None = None
+    loads_after: Loads | None = None
 
 
 def train(
@@ -76,71 +52,89 @@ def train(
     settings: Settings,
     machine: Machine,
     dense: Any = None,
+    *,
     folder: Path | None = None,
     resume: bool = False,
 ) -> Trained:
     """Trains LoRA weights, routers and expert_scale around a model in memory.
 
-    Works on a dense model too, whose FFNs get LoRA weights like any other module: the fair
-    reference. `folder` gets checkpoints; with `resume` the last complete one in it is continued.
+    `dense` is the teacher, if there is one. A dense model can be trained as well: its
+    FFNs get LoRA weights like any other module, which makes it the fair reference.
+    `folder` gets checkpoints; with `resume` the last whole one in it is continued.
     Raises UnfinishedError where the loss stops being finite.
     """
     set_seed(settings.seed)
     model.config.use_cache = False
-    centre = [router.selection_bias.clone() for router in routers_of(model)]
-    few = windows_NL[: max(1, SPREAD_TOKENS // windows_NL.shape[1])]
-    loads = measure_loads(model, few)
+    # Measured before wrapping: the balance keeps the biases near where they were.
+    routers = routers_of(model)
+    centre = [router.selection_bias.clone() for router in routers]
+    count = SPREAD_TOKENS // windows_NL.shape[1]
+    first_windows_NL = windows_NL[: max(1, count)]
+    loads = measure_loads(model, first_windows_NL)
     wrapped = wrap(model, settings.rank, settings.alpha, settings.freeze_router)
     balancer = None
     if loads is not None and settings.balance_rate:
         balancer = Balancer(wrapped, settings.balance_rate, centre, loads.spread_L)
-    teacher = None if dense is None else Teacher(dense, wrapped, settings.mix)
-    arguments = _arguments(model, settings, machine, folder, len(windows_NL))
+    teacher = None
+    if dense is not None:
+        teacher = Teacher(dense, wrapped, settings.mix)
+    arguments = _arguments(model, settings, machine, folder)
+    rows = []
+    for window_L in windows_NL:
+        row = {"input_ids": window_L, "labels": window_L}
+        rows.append(row)
     trainer = RecoveryTrainer(
         model=wrapped,
         args=arguments,
-        train_dataset=[
-            {"input_ids": window, "labels": window} for window in windows_NL
-        ],
+        train_dataset=rows,
         settings=settings,
         balancer=balancer,
         teacher=teacher,
         progress=machine.progress,
     )
-    last = last_checkpoint(folder) if resume and folder is not None else None
+    checkpoint = None
+    if resume and folder is not None:
+        checkpoint = last_checkpoint(folder)
+    path = None if checkpoint is None else str(checkpoint)
     with masked(wrapped):
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
-    history = [row for row in trainer.state.log_history if "loss" in row]
-    sharded = None
-    if (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and folder is not None:
-        trainer.save_model(str(sharded := folder / "trained"))  # gathers the shards
-    trained = trainer.accelerator.unwrap_model(trainer.model)
-    return Trained(trained, history, loads, sharded)
+        trainer.train(resume_from_checkpoint=path)
+    log = trainer.state.log_history
+    history = [line for line in log if "loss" in line]
+    sharded = _gathered_adapter(trainer, folder)
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+    return Trained(unwrapped, history, loads, sharded)
+
+
+def _gathered_adapter(trainer: Trainer, folder: Path | None) -> Path | None:
+    """Writes the adapter where its weights lie in shards; None where they do not."""
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if not is_sharded or folder is None:
+        return None
+    adapter = folder / "trained"
+    trainer.save_model(str(adapter))
+    return adapter
 
 
 def gather(trained: Trained, model: Any, settings: Settings) -> None:
-    """After sharded training: the trained weights around a model that was loaded anew."""
-    trained.model = wrap(model, settings.rank, settings.alpha, settings.freeze_router)
-    trained.model.load_adapter(str(trained.sharded), NAME)
+    """After sharded training: puts the trained weights around a model loaded anew."""
+    wrapped = wrap(model, settings.rank, settings.alpha, settings.freeze_router)
+    wrapped.load_adapter(str(trained.sharded), NAME)
+    trained.model = wrapped
 
 
 def _arguments(
-    model: Any, settings: Settings, machine: Machine, folder: Path | None, samples: int
+    model: Any, settings: Settings, machine: Machine, folder: Path | None
 ) -> TrainingArguments:
+    """The Trainer's arguments for a run."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     share = settings.batch_size // processes
-    most = machine.micro_batch or max(1, 4096 // settings.sequence_length)
-    micro = max(size for size in range(1, min(most, share) + 1) if share % size == 0)
-    steps = -(-samples // settings.batch_size) * settings.epochs
+    micro = _micro_batch(share, settings, machine)
+    steps_of_epoch = math.ceil(settings.samples / settings.batch_size)
+    steps = steps_of_epoch * settings.epochs
     if machine.tensorboard is not None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = machine.tensorboard
-    checkpointing: dict[str, Any] = {}
-    if machine.gradient_checkpointing:  # by the name that transformers gives it by now
-        new = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
-        name = "activation_checkpointing" if new else "gradient_checkpointing"
-        checkpointing = {name: True, f"{name}_kwargs": {"use_reentrant": False}}
     arguments = TrainingArguments(
-        output_dir=str(folder) if folder is not None else "unused",
+        output_dir="unused" if folder is None else str(folder),
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=share // micro,
         num_train_epochs=settings.epochs,
@@ -149,40 +143,66 @@ def _arguments(
         adam_beta2=0.95,
         weight_decay=0.0,
         lr_scheduler_type="linear",
-        warmup_steps=steps // 20,
+        warmup_steps=steps // WARMUP_SHARE,
         seed=settings.seed,
         data_seed=settings.seed,
         bf16=model.dtype == torch.bfloat16,
         use_cpu=machine.use_cpu,
-        logging_steps=max(1, steps // 256),
+        logging_steps=max(1, steps // LOGGED_STEPS),
         logging_nan_inf_filter=False,
         save_strategy="no" if folder is None else "steps",
-        save_steps=machine.checkpoint_every or max(1, steps // 10),
+        save_steps=machine.checkpoint_every or max(1, steps // CHECKPOINTS),
         save_total_limit=2,
         report_to=["tensorboard"] if machine.tensorboard else [],
         disable_tqdm=True,
         dataloader_pin_memory=not machine.use_cpu,
         remove_unused_columns=False,
-        **checkpointing,
+        **_checkpointing(machine),
     )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs are for accelerate launch
+    # Several GPUs are for accelerate launch; Trainer would take them all.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
+
+
+def _micro_batch(share: int, settings: Settings, machine: Machine) -> int:
+    """The largest part of a process's windows that divides them and fits the memory."""
+    most = machine.micro_batch
+    if most is None:
+        fitting = MICRO_BATCH_TOKENS // settings.sequence_length
+        most = max(1, fitting)
+    size = min(most, share)
+    while share % size:
+        size -= 1
+    return size
+
+
+def _checkpointing(machine: Machine) -> dict[str, Any]:
+    """Arguments that compute activations again, by the name transformers has for it."""
+    if not machine.gradient_checkpointing:
+        return {}
+    name = "gradient_checkpointing"
+    newer_name = "activation_checkpointing"
+    if newer_name in TrainingArguments.__dataclass_fields__:
+        name = newer_name
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end; removes any that was not."""
-    whole = []
+    steps = {}
     for path in folder.glob("checkpoint-*"):
-        # Trainer writes its state last; a rename at the end would be better, but is not its way.
-        if path.name[11:].isdigit() and (path / "trainer_state.json").is_file():
-            whole.append(path)
+        number = path.name.removeprefix("checkpoint-")
+        # Trainer writes its state last: with it the checkpoint is whole.
+        is_whole = (path / "trainer_state.json").is_file()
+        if number.isdigit() and is_whole:
+            steps[int(number)] = path
         else:
             shutil.rmtree(path, ignore_errors=True)
-    return max(whole, key=lambda path: int(path.name[11:]), default=None)
+    return steps[max(steps)] if steps else None
 
 
 class RecoveryTrainer(Trainer):
-    """Trainer with rates for each kind of weight, losses against the dense model, and balance."""
+    """Trainer with a rate for each kind of weight, a teacher's losses, and balance."""
 
     def __init__(
         self,
@@ -194,27 +214,31 @@ class RecoveryTrainer(Trainer):
         **others: Any,
     ):
         super().__init__(**others)
-        self.settings, self.balancer, self.teacher = settings, balancer, teacher
-        self.model_accepts_loss_kwargs = (
-            False  # windows are equally long: batch means are exact
-        )
+        self.settings = settings
+        self.balancer = balancer
+        self.teacher = teacher
+        # Windows are equally long, so that means over batches are exact.
+        self.model_accepts_loss_kwargs = False
         self.parts: dict[str, list[torch.Tensor]] = {}
-        self.callback_handler.callbacks = [
-            callback
-            for callback in self.callback_handler.callbacks
-            if type(callback).__name__ != "PrinterCallback"
-        ]
+        self._remove_printer()
         self.add_callback(EachStep(balancer, progress))
         if teacher is not None:
             teacher.dense.to(self.args.device)
 
+    def _remove_printer(self) -> None:
+        """Trainer's own printing of every logged line to standard output."""
+        handler = self.callback_handler
+        handler.callbacks = [
+            callback
+            for callback in handler.callbacks
+            if type(callback).__name__ != "PrinterCallback"
+        ]
+
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:
-            groups = parameter_groups(
-                self.model if model is None else model,
-                self.settings.lora_lr,
-                self.settings.scale_lr,
-            )
+            trained = self.model if model is None else model
+            settings = self.settings
+            groups = parameter_groups(trained, settings.lora_lr, settings.scale_lr)
             betas = (self.args.adam_beta1, self.args.adam_beta2)
             self.optimizer = torch.optim.Adam(groups, betas=betas)
         return self.optimizer
@@ -226,36 +250,54 @@ class RecoveryTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        mix, ids = self.settings.mix, inputs["input_ids"]
+        ids = inputs["input_ids"]
         with ExitStack() as watched:
-            for watcher in (self.balancer, self.teacher):
-                if watcher is not None:
-                    watched.enter_context(watcher.forward())
+            if self.balancer is not None:
+                watched.enter_context(self.balancer.forward())
+            if self.teacher is not None:
+                watched.enter_context(self.teacher.forward())
             outputs = model(input_ids=ids, labels=inputs["labels"], use_cache=False)
         parts = {"lm": outputs.loss}
         if self.teacher is not None:
             parts |= self.teacher.losses(ids, outputs.logits)
-        loss = sum(getattr(mix, name) * part for name, part in parts.items())
+        loss = self._weighted(parts)
         for name, part in parts.items():
-            self.parts.setdefault(name, []).append(part.detach())
+            logged = self.parts.setdefault(name, [])
+            logged.append(part.detach())
         return (loss, outputs) if return_outputs else loss
 
+    def _weighted(self, parts: dict[str, torch.Tensor]) -> Any:
+        mix = self.settings.mix
+        loss: Any = 0.0
+        for name, part in parts.items():
+            weight = getattr(mix, name)
+            loss = loss + weight * part
+        return loss
+
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Also stops before a step that would spoil the weights; the norm is of all processes."""
+        """Clips, and stops before a step that would spoil the weights.
+
+        The norm is that of all processes.
+        """
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        if norm is not None and not math.isfinite(float(norm)):
-            kept = last_checkpoint(Path(str(self.args.output_dir)))
-            at = (
-                f"the last good checkpoint is {kept}"
-                if kept
-                else "no checkpoint was due before it"
-            )
-            raise UnfinishedError(
-                f"the loss or its gradient is not finite at step {self.state.global_step + 1} of "
-                f"{self.state.max_steps}; {at}; take a lower --lora-lr or --scale-lr and another "
-                "--output, or start again with --overwrite"
-            )
+        if norm is None:
+            return norm
+        if not math.isfinite(float(norm)):
+            raise self._not_finite()
         return norm
+
+    def _not_finite(self) -> UnfinishedError:
+        folder = Path(str(self.args.output_dir))
+        checkpoint = last_checkpoint(folder)
+        kept = f"the last good checkpoint is {checkpoint}"
+        if checkpoint is None:
+            kept = "no checkpoint was due before it"
+        step = self.state.global_step + 1
+        return UnfinishedError(
+            f"the loss or its gradient is not finite at step {step} of "
+            f"{self.state.max_steps}; {kept}; take a lower --lora-lr or --scale-lr and "
+            "another --output, or start again with --overwrite"
+        )
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: Any = None
@@ -265,13 +307,20 @@ class RecoveryTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            means = {
-                name: torch.stack(parts).mean() for name, parts in self.parts.items()
-            }
-            means = self.accelerator.reduce(
-                means, "mean"
-            )  # of all processes, like the loss
-            logs |= {name: float(mean) for name, mean in means.items()}
-            logs["samples"] = self.state.global_step * self.settings.batch_size
+            logs |= self._mean_parts()
+            steps = self.state.global_step
+            logs["samples"] = steps * self.settings.batch_size
             self.parts = {}
         super().log(logs, start_time)
+
+    def _mean_parts(self) -> dict[str, float]:
+        """Each loss since the last line of the log, over all processes."""
+        means = {}
+        for name, parts in self.parts.items():
+            stacked = torch.stack(parts)
+            means[name] = stacked.mean()
+        means = self.accelerator.reduce(means, "mean")
+        numbers = {}
+        for name, mean in means.items():
+            numbers[name] = float(mean)
+        return numbers

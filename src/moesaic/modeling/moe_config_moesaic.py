@@ -106,7 +106,7 @@ class RouterConfig:
             return "chooser"
         if not is_count(self.directions) or self.directions > hidden_size:
             return "directions"
-        if type(self.absolute) is not bool:
+        if not is_switch(self.absolute):
             return "absolute"
         if self.cap is not None and not (is_count(self.cap) and self.cap):
             return "cap"
@@ -140,7 +140,7 @@ class BlockConfig:
         if self.replacement not in REPLACEMENT_KINDS:
             return "replacement"
         for name in ("gated", "bias", "output_bias"):
-            if type(getattr(self, name)) is not bool:
+            if not is_switch(getattr(self, name)):
                 return name
         if self.router is None:
             return None if self.replacement == "experts" else "router"
@@ -353,6 +353,11 @@ class MoEConfig:
 def is_count(value: object) -> bool:
     """Whether a value that was read is a whole number of at least 0."""
     return type(value) is int and value >= 0
+
+
+def is_switch(value: object) -> bool:
+    """Whether a value that was read is true or false."""
+    return type(value) is bool
 
 
 def padded(count: int) -> int:

@@ -1,0 +1,100 @@
+"""Options that no model could be trained with are refused before anything is read."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+from moesaic.errors import MoesaicError
+from moesaic.families.load import choose_device
+from moesaic.finetune.options import NO_TEACHER, FinetuneOptions
+
+MOST_RATE = 1e4
+SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+
+
+def check_options(options: FinetuneOptions) -> None:
+    """Raises MoesaicError for the first bad value. Looks at no model and no text."""
+    _check_counts(options)
+    _check_rates(options)
+    _check_seed(options.seed)
+    _check_device(options.device)
+    _check_teacher(options)
+    _check_tensorboard(options.tensorboard)
+
+
+def _check_counts(options: FinetuneOptions) -> None:
+    counts = {
+        "samples": options.samples,
+        "epochs": options.epochs,
+        "batch size": options.batch_size,
+        "rank": options.rank,
+        "micro batch": options.micro_batch,
+        "checkpoint every": options.checkpoint_every,
+    }
+    for name, count in counts.items():
+        if count is None:
+            continue
+        if not isinstance(count, int) or count < 1:
+            rule = "a whole number of at least 1 is needed"
+            raise MoesaicError(f"{name} {count}: {rule}")
+
+
+def _check_rates(options: FinetuneOptions) -> None:
+    positive = {"alpha": options.alpha, "lora lr": options.lora_lr}
+    for name, value in positive.items():
+        if value is not None and not 0 < value < MOST_RATE:
+            raise MoesaicError(f"{name} {value}: a number above 0 is needed")
+    may_be_zero = {
+        "scale lr": options.scale_lr,
+        "balance rate": options.balance_rate,
+    }
+    for name, value in may_be_zero.items():
+        if not 0 <= value < MOST_RATE:
+            raise MoesaicError(f"{name} {value}: a number at least 0 is needed")
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**31:
+        raise MoesaicError(
+            f"seed {seed} is outside 0..{2**31 - 1}; choose one inside it"
+        )
+
+
+def _check_device(device: str) -> None:
+    numbered = choose_device(device).index is not None
+    if numbered:
+        raise MoesaicError(
+            f"device {device}: training takes the first GPU, or those of accelerate "
+            "launch; set CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_teacher(options: FinetuneOptions) -> None:
+    if options.distill is None:
+        raise MoesaicError(
+            "distill None: give 'auto', 'none' or the dense model's folder or hub id"
+        )
+    if not options.tune_teacher:
+        return
+    if options.distill == NO_TEACHER:
+        raise MoesaicError(
+            "--tune-teacher needs a teacher, and --distill none says there is none; "
+            "leave one of the two out"
+        )
+    if any(is_set(name) for name in SHARDED):
+        raise MoesaicError(
+            "--tune-teacher is for one process or data-parallel ones; where weights "
+            "are sharded, tune the dense model before and name it with --distill"
+        )
+
+
+def _check_tensorboard(folder: str | None) -> None:
+    if folder is not None and find_spec("tensorboard") is None:
+        raise MoesaicError("--tensorboard needs the package: pip install tensorboard")
+
+
+def is_set(name: str) -> bool:
+    """Whether an environment variable says true."""
+    value = os.environ.get(name, "false")
+    return value.lower() == "true"

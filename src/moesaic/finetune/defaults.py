@@ -1,0 +1,49 @@
+"""Defaults that follow from the length of a run and from the width of the model.
+
+The paper trains models of hidden size 4,096 by 128 steps of 16 windows, without a
+teacher, at a rate of 5.95e-5. That rate hardly moves a small model in a few steps.
+The exponents below were measured (docs/log.md, 2026-11-22).
+"""
+
+from __future__ import annotations
+
+import math
+
+PAPER_RATE = 5.95e-5
+PAPER_BATCH = 16
+PAPER_STEPS = 128
+PAPER_HIDDEN_SIZE = 4096
+
+LEAST_STEPS = 16  # fewer, and Adam has hardly begun
+TEACHER_FACTOR = 1.5  # its targets are less noisy than the next token alone
+LOWEST_RATE = 1e-5
+HIGHEST_RATE = 2e-3  # 6e-3 ruins babyllama-105
+
+
+def usual_batch_size(windows: int, processes: int = 1) -> int:
+    """Windows of one optimiser step: 16, or fewer where that leaves under 16 steps.
+
+    A multiple of the number of processes, which share a step's windows.
+    """
+    size = min(PAPER_BATCH, windows // LEAST_STEPS)
+    shared_evenly = size // processes * processes
+    return max(processes, shared_evenly)
+
+
+def usual_rate(
+    steps: int, batch_size: int, hidden_size: int, has_teacher: bool
+) -> float:
+    """The learning rate of LoRA weights and routers for a run of so many steps.
+
+    The paper's for the paper's run. Higher for fewer steps, which have to go further.
+    Lower for small batches, whose gradients are noisy: it goes with the square root of
+    the batch. Higher for narrow models, and with a teacher.
+    """
+    for_steps = math.cbrt(PAPER_STEPS / steps)
+    for_batch = math.sqrt(batch_size / PAPER_BATCH)
+    for_width = math.sqrt(PAPER_HIDDEN_SIZE / hidden_size)
+    rate = PAPER_RATE * for_steps * for_batch * for_width
+    if has_teacher:
+        rate *= TEACHER_FACTOR
+    rate = max(rate, LOWEST_RATE)
+    return min(rate, HIGHEST_RATE)

@@ -1,0 +1,158 @@
+"""What `moesaic finetune MODEL` does with nothing else: teacher, rate and batch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesaic
+from moesaic.cli import main as cli
+from moesaic.errors import MoesaicError
+from moesaic.finetune.defaults import usual_batch_size, usual_rate
+from tests.families import tokens
+from tests.stock_models import dense_model, tokenizer
+
+TEXT = "the cat sat in a hat and the rat in a bin. a dog ran on the mat. " * 200
+
+
+def rate(steps: int = 128, batch: int = 16, hidden: int = 4096, teacher: bool = False) -> float:
+    return usual_rate(steps, batch, hidden, teacher)
+
+
+def test_the_papers_run_gets_the_papers_rate() -> None:
+    assert rate() == pytest.approx(5.95e-5)
+
+
+def test_the_rate_fits_the_run() -> None:
+    """Hand-worked: cube root of the steps, square roots of the batch and of the width."""
+    assert rate(steps=16) == pytest.approx(2 * 5.95e-5)
+    assert rate(batch=4) == pytest.approx(5.95e-5 / 2)
+    assert rate(hidden=64) == pytest.approx(8 * 5.95e-5)
+    assert rate(teacher=True) == pytest.approx(1.5 * 5.95e-5)
+
+
+def test_the_rate_stays_within_bounds() -> None:
+    assert rate(steps=10**9) == 1e-5
+    assert rate(steps=1, hidden=8, teacher=True) == 2e-3
+
+
+def test_measured_models_get_rates_that_helped_them() -> None:
+    """16 steps of 16 windows with a teacher: 6e-4 to 2e-3 were best (docs/log.md)."""
+    for hidden in (64, 128):
+        assert 6e-4 < rate(steps=16, hidden=hidden, teacher=True) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("windows", "processes", "expected"),
+    [
+        (2048, 1, 16),
+        (256, 1, 16),
+        (64, 1, 4),
+        (32, 1, 2),
+        (5, 1, 1),
+        (64, 2, 4),
+        (48, 2, 2),
+        (5, 2, 2),
+        (2048, 3, 15),
+    ],
+)
+def test_a_batch_leaves_sixteen_steps(
+    windows: int, processes: int, expected: int
+) -> None:
+    assert usual_batch_size(windows, processes) == expected
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model and what was made from it, side by side, with a text."""
+    folder = tmp_path_factory.mktemp("models")
+    dense = folder / "dense"
+    dense_model("llama").save_pretrained(dense)
+    tokenizer().save_pretrained(dense)
+    for recipe in ("cmoe", "moesaic"):
+        moesaic.convert(
+            str(dense),
+            recipe,
+            "S2A3E8",
+            tokens(8, 64, seed=1),
+            output=folder / recipe,
+        )
+    (folder / "text.txt").write_text(TEXT, "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("recipe", ["cmoe", "moesaic"])
+def test_a_default_run_recovers(recipe: str, models: Path, tmp_path: Path) -> None:
+    report = moesaic.finetune(
+        models / recipe,
+        tmp_path / "tuned",
+        models / "text.txt",
+        samples=64,
+        device="cpu",
+    )
+    assert report.distill == str(models / "dense")
+    assert report.settings["mix"] == {"lm": 0.5, "logits": 0.5, "ffn": 3.0}
+    assert report.settings["batch_size"] == 4
+    assert report.perplexity_before is not None
+    assert report.perplexity is not None
+    assert report.perplexity < 0.9 * report.perplexity_before
+
+
+def moved_away(models: Path, tmp_path: Path) -> Path:
+    """A converted model whose dense one is nowhere near."""
+    return Path(shutil.copytree(models / "cmoe", tmp_path / "elsewhere" / "cmoe"))
+
+
+def test_a_teacher_that_is_gone_is_one_line_and_nothing_is_written(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    model = moved_away(models, tmp_path)
+    output = tmp_path / "tuned"
+    words = ["finetune", model, "--output", output, "--data", models / "text.txt"]
+    monkeypatch.setattr("sys.argv", ["moesaic", *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) == 1
+    assert "'dense'" in message
+    assert "--distill PATH" in message
+    assert "--distill none" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_a_teacher_on_a_hub_out_of_reach_is_said_with_the_way_out(
+    models: Path, tmp_path: Path
+) -> None:
+    model = moved_away(models, tmp_path)
+    config = model / "config.json"
+    text = config.read_text("utf-8")
+    text = text.replace('"base_model": "dense"', '"base_model": "nobody/nothing"')
+    config.write_text(text, "utf-8")
+    with pytest.raises(MoesaicError, match=r"'nobody/nothing'.* cannot be loaded .*none$"):
+        moesaic.finetune(model, tmp_path / "tuned", models / "text.txt")
+
+
+def test_no_teacher_trains_on_the_text_alone(models: Path, tmp_path: Path) -> None:
+    model = moved_away(models, tmp_path)
+    report = moesaic.finetune(
+        model,
+        tmp_path / "tuned",
+        models / "text.txt",
+        samples=8,
+        distill="none",
+        device="cpu",
+    )
+    assert report.distill is None
+    assert report.settings["mix"] == {"lm": 1.0, "logits": 0.0, "ffn": 0.0}
+
+
+def test_no_teacher_cannot_be_tuned(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(MoesaicError, match="--distill none says there is none"):
+        moesaic.finetune(
+            models / "cmoe", tmp_path / "tuned", distill="none", tune_teacher=True
+        )
+    assert not list(tmp_path.iterdir())
