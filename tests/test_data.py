@@ -1,4 +1,4 @@
-"""Text sources: every kind of file, what goes wrong with them, and windows of token ids."""
+"""Text sources: every kind of file, and what goes wrong with them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -22,10 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from moesaic.calibration.text import (
     encode,
-    fewer_windows,
     has_heldout_split,
     read_documents,
-    sample_windows,
     to_ids,
 )
 from moesaic.demo import DEMO_SPLITS, demo_documents
@@ -303,66 +299,3 @@ def test_text_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(MoesaicError, match="needs a tokenizer"):
         to_ids(["ab"], None)
     assert to_ids(torch.arange(3), None).tolist() == [0, 1, 2]
-
-
-# --- windows -----------------------------------------------------------------------------------
-
-
-def test_windows_depend_on_the_seed_and_on_nothing_else() -> None:
-    ids = torch.arange(1000)
-    first = sample_windows(ids, 8, 16, seed=0)
-    torch.manual_seed(5)
-    assert torch.equal(sample_windows(ids, 8, 16, seed=0), first)
-    assert not torch.equal(sample_windows(ids, 8, 16, seed=1), first)
-
-
-def test_more_samples_begin_with_the_same() -> None:
-    """But for those held out."""
-    ids = torch.arange(1000)
-    assert torch.equal(sample_windows(ids, 20, 16, 0)[:7], sample_windows(ids, 8, 16, 0)[:7])
-
-
-def test_windows_are_consecutive_tokens_of_the_text() -> None:
-    """Every place is drawn, the first and the last included, and none beyond."""
-    windows_NL = sample_windows(torch.arange(100, 180), 800, 16, seed=0)
-    assert windows_NL.shape == (800, 16)
-    assert (windows_NL.diff(dim=1) == 1).all()
-    assert set(windows_NL[:700, 0].tolist()) == set(range(100, 149))
-    assert set(windows_NL[700:, 0].tolist()) == {164}
-
-
-@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 3), st.data())
-def test_windows_held_out_share_no_token_with_the_others(
-    samples: int, length: int, seed: int, data: st.DataObject
-) -> None:
-    """Whatever the text's length, down to the two windows without which it cannot be."""
-    ids = torch.arange(data.draw(st.integers(2 * length, 30 * length)))
-    windows_NL = sample_windows(ids, samples, length, seed)
-    assert windows_NL.shape == (samples, length)
-    held = max(samples // 8, 1)
-    others = set(windows_NL[: samples - held].flatten().tolist())
-    assert others.isdisjoint(windows_NL[samples - held :].flatten().tolist())
-
-
-def test_a_text_of_one_window() -> None:
-    assert sample_windows(torch.arange(16), 1, 16, 0).tolist() == [list(range(16))]
-    with pytest.raises(MoesaicError, match="has 31 tokens, two that share none need 32"):
-        sample_windows(torch.arange(31), 2, 16, 0)
-
-
-def test_fewer_windows_keep_the_share_that_is_held_out() -> None:
-    windows_NL = torch.arange(64)[:, None]
-    found = fewer_windows(windows_NL, 16).flatten().tolist()
-    assert found == [*range(14), 62, 63]
-    assert fewer_windows(windows_NL, 64) is windows_NL
-    assert fewer_windows(windows_NL, 3).flatten().tolist() == [0, 1, 63]
-
-
-def test_windows_are_taken_as_they_are() -> None:
-    windows_NL = torch.arange(6).view(2, 3)
-    assert torch.equal(sample_windows(windows_NL, 99, 99, 0), windows_NL)
-
-
-def test_a_text_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(MoesaicError, match="has 15 tokens, one sample needs 16"):
-        sample_windows(torch.arange(15), 1, 16, 0)

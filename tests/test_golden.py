@@ -20,15 +20,15 @@ from tests.families import CONTEXT, tiny_model, tokens
 GOLDEN = Path(__file__).with_suffix(".json")
 MODELS = ("stories260K", "babyllama-105")
 LAYOUTS = ("S3A3E8", "S2A2E8")
-RECIPES = ("cmoe", "cmoe-code", "static", "random")
+METHODS = ("cmoe", "cmoe-code", "static", "random")
 
 
-def run(shared: Path, model: str, layout: str, recipe: str) -> dict[str, Any]:
+def run(shared: Path, model: str, layout: str, method: str) -> dict[str, Any]:
     """Converts, saves, reloads and evaluates, as a user would."""
     folder, text = shared / "models" / model, shared / "data" / "tinystories.txt"
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / "out"
-        _, report = moesaic.convert(folder, recipe, layout, str(text), output=output, samples=16)
+        _, report = moesaic.convert(folder, method, layout, str(text), output=output, samples=16)
         loaded = load_model(output)
     assert type(loaded).__name__ == "MoesaicForCausalLM"
     return {
@@ -39,26 +39,26 @@ def run(shared: Path, model: str, layout: str, recipe: str) -> dict[str, Any]:
     }
 
 
-def run_tiny(recipe: str) -> dict[str, Any]:
+def run_tiny(method: str) -> dict[str, Any]:
     """The same on a random model, which every machine has."""
     _, report = moesaic.convert(
-        tiny_model("llama"), recipe, "S3A3E8", tokens(8, CONTEXT, seed=1), seed=1
+        tiny_model("llama"), method, "S3A3E8", tokens(8, CONTEXT, seed=1), seed=1
     )
     return {"relative_error": [layer.relative_error for layer in report.layers]}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_golden_tiny(recipe: str) -> None:
-    kept = json.loads(GOLDEN.read_text())[f"tiny {recipe}"]
-    assert run_tiny(recipe)["relative_error"] == pytest.approx(kept["relative_error"], rel=0.05)
+@pytest.mark.parametrize("method", METHODS)
+def test_golden_tiny(method: str) -> None:
+    kept = json.loads(GOLDEN.read_text())[f"tiny {method}"]
+    assert run_tiny(method)["relative_error"] == pytest.approx(kept["relative_error"], rel=0.05)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_golden(shared: Path, model: str, layout: str, recipe: str) -> None:
-    kept = json.loads(GOLDEN.read_text())[f"{model} {layout} {recipe}"]
-    now = run(shared, model, layout, recipe)
+@pytest.mark.parametrize("method", METHODS)
+def test_golden(shared: Path, model: str, layout: str, method: str) -> None:
+    kept = json.loads(GOLDEN.read_text())[f"{model} {layout} {method}"]
+    now = run(shared, model, layout, method)
     assert now["active_ffn_fraction"] == pytest.approx(kept["active_ffn_fraction"], rel=1e-12)
     assert now["dense_perplexity"] == pytest.approx(kept["dense_perplexity"], rel=1e-4)
     assert now["perplexity"] == pytest.approx(kept["perplexity"], rel=0.03)
@@ -69,10 +69,10 @@ if __name__ == "__main__":
     from tests.conftest import SHARED
 
     numbers = {
-        f"{model} {layout} {recipe}": run(SHARED, model, layout, recipe)
+        f"{model} {layout} {method}": run(SHARED, model, layout, method)
         for model in MODELS
         for layout in LAYOUTS
-        for recipe in RECIPES
+        for method in METHODS
     }
-    numbers |= {f"tiny {recipe}": run_tiny(recipe) for recipe in RECIPES}
+    numbers |= {f"tiny {method}": run_tiny(method) for method in METHODS}
     GOLDEN.write_text(json.dumps(numbers, indent=1) + "\n")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_experts_implementations_agree_in_outputs_and_gradients(family: str) -> 
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         found.append((output.logits.detach(), gradients))
     experts = [name for name in found[0][1] if ".experts." in name]
-    assert len(experts) >= 5 * len(model.config.moesaic["layers"])
+    assert len(experts) >= 5 * len(model.config.moesaic.layers)
     for name in experts:
         if "gate_proj" not in name.split("router.")[-1] and "up_proj" not in name.split(".")[-2:]:
             assert found[0][1][name].abs().max() > 0, name
@@ -201,7 +202,7 @@ def test_peft_wraps_the_fused_sub_experts() -> None:
 @pytest.mark.parametrize("recipe", ["cmoe", "moesaic"])
 def test_the_block_compiles_in_one_graph(recipe: str) -> None:
     model, _ = converted("qwen3_moe", recipe=recipe)
-    block = model.base_model.get_submodule(model.config.moesaic["ffn"]["path"].format(0))
+    block = model.base_model.get_submodule(model.config.moesaic.path.format(0))
     x, index = torch.randn(9, 32), torch.rand(9, OUTER).topk(2).indices
     weight = torch.rand(9, 2)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -214,7 +215,7 @@ def test_the_block_compiles_in_one_graph(recipe: str) -> None:
 def test_a_shared_expert_is_converted_as_one_more_ffn(family: str) -> None:
     model, report = converted(family)
     moe = model.config.moesaic
-    layers = moe["layers"]
+    layers = moe.layers
     assert [row["expert"] for row in report.layers[0].experts] == [*range(OUTER), "shared"]
     assert report.layers[0].experts[-1]["tokens"] == WINDOWS.numel()
     for layer in range(LAYERS):
@@ -222,10 +223,12 @@ def test_a_shared_expert_is_converted_as_one_more_ffn(family: str) -> None:
         names = {type(module).__name__ for module in mlp.children()}
         assert ({"MoesaicHierarchy", "MoesaicBlock"} <= names) == (layer in layers)
     width = 24 if family == "qwen2_moe" else NEURONS
-    active = moe["beside"]["shared_size"] + 3 * moe["beside"]["expert_size"]
+    assert moe.outer.shared_path.endswith((".shared_expert", ".shared_experts"))
+    active = moe.outer.shared_sizes.shared + 3 * moe.outer.shared_sizes.expert
     assert report.active_ffn_fraction == pytest.approx((2 * 16 + active) / (2 * NEURONS + width))
     model, report = converted(family, experts=[0])
-    assert "beside" not in model.config.moesaic
+    outer = model.config.moesaic.outer
+    assert (outer.shared_path, outer.shared_sizes) == (None, None)
     assert len(report.layers[0].experts) == OUTER
 
 
@@ -238,7 +241,7 @@ def test_experts_not_asked_for_stay_as_they_were(recipe: str, tmp_path: Path) ->
     model, report = converted("mixtral", recipe=recipe, experts=[1], output=tmp_path / "out")
     original = tiny_mixture("mixtral")
     whole = {str(layer): [0, 2, 3] for layer in range(LAYERS)}
-    assert model.config.moesaic["whole"] == whole
+    assert model.config.moesaic.outer.whole == whole
     block, experts = (m.model.layers[0].mlp.experts for m in (model, original))
     x, weight = torch.randn(9, 32), torch.ones(9, 1)
     for expert in range(OUTER):
@@ -337,7 +340,7 @@ def test_resume_after_kill_gives_the_same_bytes(family: str, recipe: str, tmp_pa
     calm, output = tmp_path / "calm", tmp_path / "killed"
     more: dict[str, Any] = {"command": "x", "min_tokens": 460}
     model, _ = moesaic.convert(tmp_path / "dense", recipe, "S3A3E8", WINDOWS, output=calm, **more)
-    assert model.config.moesaic["whole"]
+    assert model.config.moesaic.outer.whole
     done = subprocess.run(
         [
             sys.executable,
@@ -431,14 +434,20 @@ def test_a_converted_mixture_is_neither_converted_again_nor_exported(tmp_path: P
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("num_outer", 0), ("outer_active", 5), ("layers", [0, 7]), ("whole", {"0": [9]})],
-)
+    [("outer num_experts", 0), ("outer num_active", 5), ("layers", (0, 7)),
+     ("outer whole", {"0": [9]})],
+)  # fmt: skip
 def test_a_damaged_configuration_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     from moesaic.families.load import check_converted
 
     model, _ = converted("mixtral")
     check_converted(model.config, "it")
-    model.config.moesaic[key] = value
+    moe = model.config.moesaic
+    if key.startswith("outer "):
+        outer: Any = {key.removeprefix("outer "): value}
+        model.config.moesaic = replace(moe, outer=replace(moe.outer, **outer))
+    else:
+        model.config.moesaic = replace(moe, layers=value)
     with pytest.raises(moesaic.MoesaicError, match=f"contradicts itself: {key}"):
         check_converted(model.config, "it")
 
@@ -469,16 +478,16 @@ def test_the_command_line_converts_and_compares_a_mixture(
     assert code == 0
     assert "in each of 4 experts" in out
     assert not (tmp_path / "out").exists()
-    code, out, _ = run(*ask, "--experts", "0,2", "--recipe", "cmoe")
+    code, out, _ = run(*ask, "--experts", "0,2", "--method", "cmoe")
     assert code == 0
     assert "experts 1, 3: stay whole (not asked for)" in out
     assert "active FFN neurons 90.0%" in out
     assert "no expert was converted" not in out
-    code, out, _ = run(*ask, "--overwrite", "--min-tokens", 10**6, "--recipe", "cmoe")
+    code, out, _ = run(*ask, "--overwrite", "--min-tokens", 10**6, "--method", "cmoe")
     assert code == 0
     assert "no expert was converted" in out
     assert "active FFN neurons 100.0%" in out
-    code, _, _ = run(*ask, "--overwrite", "--experts", "0,2", "--recipe", "cmoe")
+    code, _, _ = run(*ask, "--overwrite", "--experts", "0,2", "--method", "cmoe")
     assert code == 0
     code, _, error = run(*ask, "--overwrite", "--experts", "0,x")
     assert (code, error.count("\n")) == (2, 1)
@@ -491,5 +500,5 @@ def test_the_command_line_converts_and_compares_a_mixture(
         seeds=1, samples=8, sequence_length=64, max_tokens=512,
         references=("static", "oracle", "neuron-oracle"),
     )  # fmt: skip
-    names = {row["recipe"] for row in result["rows"]}
+    names = {row["method"] for row in result["rows"]}
     assert names == {"cmoe", "moesaic", "static", "oracle", "neuron-oracle"}

@@ -12,13 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moesaic.calibration.statistics import SAMPLE_TOKENS, Profile, profile_ffn
+from moesaic.calibration.calibration_set import Split
+from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.calibration.statistics import (
+    SAMPLE_TOKENS,
+    Statistics,
+    StatisticsKind,
+    compute_statistics,
+)
 from moesaic.families import DenseFFN
 from moesaic.layout import Layout
-from moesaic.methods.recipe import RECIPES
-from moesaic.parts.grouping import contribution_kmeans, reassign
-from moesaic.parts.grouping.reassign import PATIENCE
-from moesaic.parts.partition import partition
+from moesaic.methods.moesaic import Moesaic
+from moesaic.parts.clustering import PATIENCE, contribution_kmeans, random_groups, reassign
+from moesaic.parts.partition import Partition
 from tests import reference
 
 Array = NDArray[np.float64]
@@ -35,8 +41,9 @@ def scaled_ffn(norm_F: Array) -> DenseFFN:
     return DenseFFN(torch.eye(size), torch.diag(torch.from_numpy(norm_F).float()), "linear")
 
 
-def profile_of(h_TF: Array, ffn: DenseFFN) -> Profile:
-    return profile_ffn([torch.from_numpy(h_TF).float()], ffn, sample_of=len(h_TF))
+def statistics_of(h_TF: Array, ffn: DenseFFN) -> Statistics:
+    kind = StatisticsKind(sample=True)
+    return compute_statistics([torch.from_numpy(h_TF).float()], ffn, kind, len(h_TF))
 
 
 def topical(tokens: int, neurons: int, seed: int, noise: float = 0.7) -> tuple[Array, DenseFFN]:
@@ -48,7 +55,7 @@ def topical(tokens: int, neurons: int, seed: int, noise: float = 0.7) -> tuple[A
 
 
 def kmeans(h_TF: Array, ffn: DenseFFN, candidates_N: Neurons, r: int, rounds: int) -> Neurons:
-    return contribution_kmeans(profile_of(h_TF, ffn), ffn, candidates_N, r, rounds, generator())
+    return contribution_kmeans(statistics_of(h_TF, ffn), ffn, candidates_N, r, rounds)
 
 
 def unit_columns(h_TF: Array, candidates_N: Neurons) -> Array:
@@ -140,8 +147,8 @@ def test_dead_neurons_are_grouped_like_any_other(dead: int) -> None:
 def moved(
     h_TF: Array, ffn: DenseFFN, experts_RM: Neurons, num_active: int, rounds: int, fit: object
 ) -> tuple[Neurons, list[float]]:
-    profile = profile_of(h_TF, ffn)
-    return reassign(profile, ffn, experts_RM, num_active, rounds, fit)  # type: ignore[arg-type]
+    statistics = statistics_of(h_TF, ffn)
+    return reassign(statistics, ffn, experts_RM, num_active, rounds, fit)  # type: ignore[arg-type]
 
 
 def blurred(seed: int, experts: int) -> object:
@@ -226,16 +233,21 @@ def test_a_dead_ffn_is_left_as_it_is() -> None:
     assert set(kept) == {0.0}
 
 
-# --- as recipes do it --------------------------------------------------------------------------
+# --- as the method does it ---------------------------------------------------------------------
+
+
+def partition_of(ffn: DenseFFN, blocks: list[torch.Tensor]) -> Partition:
+    split = Split.last_eighth(sum(map(len, blocks)))
+    inputs = FFNInputs(blocks, split, False, torch.device("cpu"), torch.device("cpu"))
+    sizes, method = Layout.parse("S1A3E8").sizes(40), Moesaic()
+    return method.partition(method.begin(ffn, inputs, sizes, generator()))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_recipe_keeps_at_least_what_k_means_alone_keeps(seed: int) -> None:
+def test_the_method_keeps_at_least_what_k_means_alone_keeps(seed: int) -> None:
     torch.manual_seed(seed)
     ffn = DenseFFN(torch.randn(40, 8), torch.randn(8, 40), "silu", torch.randn(40, 8))
-    profile = profile_ffn([torch.randn(400, 8)], ffn, sample_of=400)
-    sizes = Layout.parse("S1A3E8").sizes(40)
-    parts = partition(profile, ffn, RECIPES["moesaic"], sizes, generator())
+    parts = partition_of(ffn, [torch.randn(400, 8)])
     assert len(parts.kept_energy) > 1
     assert parts.kept_energy == sorted(parts.kept_energy)
     assert 3 / 7 < parts.kept_energy[0] < parts.kept_energy[-1] < 1
@@ -243,18 +255,20 @@ def test_the_recipe_keeps_at_least_what_k_means_alone_keeps(seed: int) -> None:
 
 def test_permuted_tokens_give_the_same_partition() -> None:
     ffn = DenseFFN(torch.randn(40, 8), torch.randn(8, 40), "silu", torch.randn(40, 8))
-    x_TD, sizes = torch.randn(400, 8), Layout.parse("S1A3E8").sizes(40)
-    found = [
-        partition(
-            profile_ffn(x.split(64), ffn, sample_of=400),
-            ffn,
-            RECIPES["moesaic"],
-            sizes,
-            generator(),
-        )
-        for x in (x_TD, x_TD.flip(0), x_TD[torch.randperm(400)])
-    ]
+    x_TD = torch.randn(400, 8)
+    orders = (x_TD, x_TD.flip(0), x_TD[torch.randperm(400)])
+    found = [partition_of(ffn, list(x.split(64))) for x in orders]
     for parts in found[1:]:
         assert np.array_equal(parts.shared_S, found[0].shared_S)
         assert np.array_equal(parts.experts_RM, found[0].experts_RM)
         assert parts.kept_energy == pytest.approx(found[0].kept_energy, rel=1e-4)
+
+
+def test_random_groups_are_balanced_and_depend_on_the_seed() -> None:
+    candidates_N = np.array([1, 2, 5, 6, 8, 9])
+    one, again, other = (random_groups(candidates_N, 3, generator(seed)) for seed in (0, 0, 1))
+    assert sorted(one.reshape(-1)) == candidates_N.tolist()
+    assert one.shape == (3, 2)
+    assert (np.diff(one, axis=1) > 0).all()
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)

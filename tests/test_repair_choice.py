@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.calibration.ffn_inputs import Inputs
+from moesaic.calibration.calibration_set import Split
+from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.families import DenseFFN
 from moesaic.parts.repair import Kept, Repair, choose_repairs
 from moesaic.parts.repair.least_squares import RIDGES, TOKENS_PER_NEURON
@@ -36,8 +37,8 @@ def identity_ffn(size: int) -> DenseFFN:
     return DenseFFN(up_FD=torch.eye(size), down_DF=torch.eye(size), activation="linear")
 
 
-def inputs_of(x_TD: torch.Tensor, size: int = 64) -> Inputs:
-    return Inputs(x_TD.split(size), len(x_TD), True, CPU, CPU)
+def inputs_of(x_TD: torch.Tensor, size: int = 64) -> FFNInputs:
+    return FFNInputs(x_TD.split(size), Split.last_eighth(len(x_TD)), True, CPU, CPU)
 
 
 def by_sign(x_TD: torch.Tensor, neurons: int) -> torch.Tensor:
@@ -71,7 +72,7 @@ def test_applied_it_has_the_error_that_is_reported(
     (repair,) = choose_repairs(inputs, ffn, [kept], method, intercept)
     changed = repair.apply(ffn, kept)
     held_TD = x_TD[-75:]
-    torch.testing.assert_close(torch.cat(list(inputs.held())), held_TD)
+    torch.testing.assert_close(torch.cat(list(inputs.heldout())), held_TD)
     before, after = (heldout_error(ffn, one, kept, held_TD) for one in (ffn, changed))
     assert repair.error_before == pytest.approx(before, rel=1e-4)
     assert repair.error_after == pytest.approx(after, rel=1e-4)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,13 @@ import torch
 
 import moesaic
 from moesaic.errors import MoesaicError
+from moesaic.families import DenseFFN
+from moesaic.methods.base import FFNShape, setting
+from moesaic.methods.cmoe import copied_neurons
+from moesaic.methods.expert_method import LayerFit, fit_repair
+from moesaic.methods.moesaic import Moesaic, MoesaicDynamic
+from moesaic.methods.static import StaticRepaired
+from moesaic.modeling import RouterConfig
 from moesaic.parts.repair.up_rows import refit_up
 from tests.families import tiny_model, tokens
 
@@ -62,13 +70,41 @@ def test_neurons_without_energy_and_silence_stay_as_they_are() -> None:
     assert not refit_up(x_TD, torch.zeros_like(gate_TN), r_TD, down_ND, 5).any()
 
 
-@pytest.mark.parametrize("name", ["moesaic", "moesaic-dynamic", "static-repaired"])
+@dataclass(frozen=True)
+class StaticUp(StaticRepaired):
+    """Static pruning that refits the rows of W_up as well."""
+
+    up_steps: int = setting(0, "Steps that refit the rows of W_up too.", 0)
+
+    def repair(self, fit: LayerFit) -> DenseFFN:
+        return fit_repair(fit, "least-squares", False, self.up_steps)
+
+
+@dataclass(frozen=True)
+class Spoken(Moesaic):
+    """Each expert is scored by its first neuron."""
+
+    def router_config(self, ffn: FFNShape) -> RouterConfig:
+        return RouterConfig("neuron-copies", "topk")
+
+    def make_router(self, fit: LayerFit) -> Any:
+        return copied_neurons(fit, fit.partition.experts_RM[:, 0])
+
+
+METHODS: dict[str, Any] = {
+    "moesaic": lambda steps: Moesaic(up_steps=steps),
+    "moesaic-dynamic": lambda steps: MoesaicDynamic(up_steps=steps, layer_budgets="uniform"),
+    "static-repaired": lambda steps: StaticUp(up_steps=steps),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_a_conversion_with_it_loses_no_more_on_held_out_tokens(name: str) -> None:
     """The same layers up to the first; there the repair is better, or said not to be."""
     errors = []
     for steps in (0, 8):
-        recipe = replace(moesaic.RECIPES[name], up_steps=steps)
-        _, report = moesaic.convert(tiny_model("qwen3"), recipe, "S2A3E8", tokens(64, 64, seed=1))
+        method = METHODS[name](steps)
+        _, report = moesaic.convert(tiny_model("qwen3"), method, "S2A3E8", tokens(64, 64, seed=1))
         errors.append(report.layers[0].relative_error)
         said = [layer.repair or "" for layer in report.layers]
         notes = " ".join(note for layer in report.layers for note in layer.notes)
@@ -76,22 +112,33 @@ def test_a_conversion_with_it_loses_no_more_on_held_out_tokens(name: str) -> Non
     assert errors[1] <= errors[0] * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("router", ["linear", "representative"])
-def test_it_runs_in_bf16_with_any_router(router: str) -> None:
-    recipe = replace(moesaic.RECIPES["moesaic"], up_steps=2, router=router)
+@pytest.mark.parametrize(
+    "method",
+    [Moesaic(up_steps=2), Moesaic(up_steps=2, directions=5), Spoken(up_steps=2)],
+    ids=["linear", "quadratic", "neuron-copies"],
+)
+def test_it_runs_in_bf16_with_any_router(method: Moesaic) -> None:
     model = tiny_model("qwen3").bfloat16()
-    _, report = moesaic.convert(model, recipe, "S2A3E8", tokens(64, 64, seed=1))
+    _, report = moesaic.convert(model, method, "S2A3E8", tokens(64, 64, seed=1))
     assert all(layer.relative_error < 1 for layer in report.layers)
 
 
 def test_an_ffn_without_a_gate_is_left_alone() -> None:
-    recipe = replace(moesaic.RECIPES["moesaic"], up_steps=4)
-    plain, _ = moesaic.convert(tiny_model("gpt2"), "moesaic", "S2A3E8", tokens(16, 64, seed=1))
-    same, _ = moesaic.convert(tiny_model("gpt2"), recipe, "S2A3E8", tokens(16, 64, seed=1))
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(tensor, same.state_dict()[name])
+    models = [
+        moesaic.convert(
+            tiny_model("gpt2"),
+            "moesaic",
+            "S2A3E8",
+            tokens(16, 64, seed=1),
+            settings={"up_steps": steps},
+        )[0]
+        for steps in (0, 4)
+    ]
+    plain, same = (model.state_dict() for model in models)
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, same[name])
 
 
 def test_it_needs_a_repair() -> None:
     with pytest.raises(MoesaicError, match="refitted between two repairs"):
-        replace(moesaic.RECIPES["moesaic"], repair="none", up_steps=1)
+        Moesaic(repair_by="none", up_steps=1)

@@ -9,7 +9,7 @@ Shape suffixes: N samples, L tokens of a sample, D hidden_size, T tokens of a bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,26 @@ class Stream:
                 self.hidden_NLD.device
             )
 
+    def module_inputs(
+        self, layer: int, paths: Sequence[str]
+    ) -> dict[str, list[torch.Tensor]]:
+        """The inputs (T, I) of modules inside a layer, by path, for all tokens.
+
+        One pass through the layer; the hidden states stay where they are.
+        """
+        seen: dict[str, list[torch.Tensor]] = {path: [] for path in paths}
+        handles = []
+        for path in paths:
+            module = self.ffns.base.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(_keep_input(seen[path])))
+        try:
+            for _, hidden in self._blocks():
+                self._call(layer, hidden)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
     def _blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         for start in range(0, len(self.hidden_NLD), self.block):
             yield start, self.hidden_NLD[start : start + self.block].to(self.device)
@@ -165,6 +185,16 @@ class Stream:
         finally:
             handle.remove()
         raise RuntimeError(f"layer {layer} never called its FFN {self.ffns.ffn_path!r}")
+
+
+def _keep_input(kept: list[torch.Tensor]) -> Callable[..., None]:
+    """A hook that keeps what a module is called with, a row for each token."""
+
+    def keep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        x = args[0]
+        kept.append(x.reshape(-1, x.shape[-1]))
+
+    return keep
 
 
 class _ReachedFFN(Exception):

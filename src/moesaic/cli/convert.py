@@ -198,10 +198,10 @@ def _dry_run(choices: dict[str, Any], target_ratio: float | None) -> None:
         out.print(f"would search up to {most} experts for {target_ratio}")
         out.print(f"nothing was written to {output}")
         return
-    title = f"{choices['model']}, {plan.layout}: {plan.words}"
+    title = f"{choices['model']}, {plan.label}: {plan.words}"
     macs_table(title, plan.dense_macs, plan.macs, 1)
     if len(prepared.plans) > 1:
-        layouts = ", ".join(str(plan.layout) for plan in prepared.plans)
+        layouts = ", ".join(plan.label for plan in prepared.plans)
         out.print(f"layouts to choose from: {layouts}")
     tokens = prepared.windows_NL.numel()
     layers = len(plan.moe.layers)

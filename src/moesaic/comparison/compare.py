@@ -153,7 +153,7 @@ def run_comparison(
         for seed, calibration in enumerate(calibrations):
             if entry.key(seed) in results.cells:
                 continue
-            name = f"{entry.label}, {entry.plan.layout}, seed {seed}"
+            name = f"{entry.label}, {entry.plan.label}, seed {seed}"
             progress(name)
             try:
                 cell = work.cell(entry, calibration, seed)
@@ -221,7 +221,7 @@ class _Work:
             repairs=isinstance(entry.method, FFNMethod) and entry.method.fits_weights,
             sparsity=entry.sparsity,
             seed=seed,
-            layout=str(plan.layout),
+            layout=plan.label,
             shape=plan.words,
             active_ffn_fraction=sizes.active / sizes.total,
             macs=plan.macs.total / plan.dense_macs.total,

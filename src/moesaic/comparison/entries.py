@@ -39,10 +39,10 @@ class Entry:
 
     def key(self, seed: int) -> str:
         """Names a cell; methods of one name but other settings differ in it."""
-        settings = self.method.to_dict() | {"layout": str(self.plan.layout)}
+        settings = self.method.to_dict() | {"layout": self.plan.label}
         text = json.dumps(settings, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return f"{self.label} {self.sparsity or self.plan.layout} {seed} {digest}"
+        return f"{self.label} {self.sparsity or self.plan.label} {seed} {digest}"
 
 
 @dataclass(frozen=True)

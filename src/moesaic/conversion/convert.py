@@ -215,7 +215,7 @@ def _new_report(prepared: Prepared, plan: Plan, search: Search) -> ConversionRep
     return ConversionReport(
         model=plan.model,
         method=plan.method.to_dict(),
-        layout=str(plan.layout),
+        layout=plan.label,
         shape=plan.words,
         calibration=calibration["source"],
         tokens=calibration["tokens"],
@@ -343,7 +343,7 @@ class _Conversion:
         licence = None
         if not self.options.in_memory:
             licence = licence_of(resolve(self.options.model))
-        name, layout = self.plan.method.name, str(self.plan.layout)
+        name, layout = self.plan.method.name, self.plan.label
         call = f"moesaic.convert({self.plan.model!r}, {name!r}, {layout!r})"
         command = self.options.command or call
         report = json.dumps(self.report.to_dict(timing=False), indent=2)

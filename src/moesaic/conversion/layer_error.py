@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import PLAIN, SAMPLE_TOKENS
 from moesaic.families import DenseFFN
@@ -263,3 +264,31 @@ def largest(values_TF: torch.Tensor, count: int) -> torch.Tensor:
     index = values_TF.topk(few, dim=1, largest=few == count, sorted=False).indices
     marks_TF = torch.full_like(values_TF, float(few != count))
     return marks_TF.scatter_(1, index, float(few == count))
+
+
+@torch.no_grad()
+def linear_error(linear: Any, replacement: Any, inputs: FFNInputs) -> float:
+    """Squared error of a linear layer's replacement over its output's energy."""
+    x_TD = torch.cat(list(inputs.heldout()))
+    x_TD = x_TD[:: -(-len(x_TD) // MOST_TOKENS)]
+    dense_TD = linear(x_TD).float()
+    difference_TD = replacement(x_TD).float() - dense_TD
+    energy: float = dense_TD.square().sum(dtype=torch.float64).item()
+    lost: float = difference_TD.square().sum(dtype=torch.float64).item()
+    return lost / max(energy, 1e-30)
+
+
+def linears_report(
+    layer: int, errors: list[float], calibration: CalibrationSet, fitted: bool
+) -> LayerReport:
+    """One report of a layer's linear layers: the mean of their errors."""
+    split = calibration.split
+    heldout = split.tokens - split.first_heldout
+    return LayerReport(
+        layer=layer,
+        seconds=None,
+        tokens=min(heldout, MOST_TOKENS),
+        heldout=fitted,
+        relative_error=sum(errors) / len(errors),
+        references={},
+    )

@@ -59,12 +59,12 @@ def choose_plan(prepared: Prepared, ffns: FFNs, device: torch.device) -> Search:
     """
     plans = prepared.plans
     tell = Console(stderr=True, quiet=not prepared.options.progress).print
-    tell(f"comparing {', '.join(str(plan.layout) for plan in plans)}")
+    tell(f"comparing {', '.join(plan.label for plan in plans)}")
     whole = prepared.calibration
     calibration = whole.fewer(max(1, SAMPLE_TOKENS // whole.length))
     stream = Stream(ffns, calibration.windows_NL, device)
     probes = _probed_layers(ffns)
-    errors = {str(plan.layout): 0.0 for plan in plans}
+    errors = {plan.label: 0.0 for plan in plans}
     for layer in range(probes[-1] + 1):
         module = ffns.layers[layer]
         home = next(module.parameters()).device
@@ -74,10 +74,10 @@ def choose_plan(prepared: Prepared, ffns: FFNs, device: torch.device) -> Search:
             inputs = ffn_inputs(stream, layer, calibration, hold_out=True)
             for plan in plans:
                 error = _layer_error(plan, ffns, layer, inputs, prepared.options.seed)
-                errors[str(plan.layout)] += error / len(probes)
+                errors[plan.label] += error / len(probes)
         stream.advance(layer, inputs.all() if inputs else None)
         module.to(home)
-    best = min(plans, key=lambda plan: errors[str(plan.layout)])
+    best = min(plans, key=lambda plan: errors[plan.label])
     return Search(best, errors)
 
 
@@ -183,11 +183,11 @@ def find_plan(
         except MoesaicError as error:  # diverged; with more experts it need not
             if not tried:
                 raise
-            tell(f"{plan.layout}: {error}")
+            tell(f"{plan.label}: {error}")
             return False
-        tried[str(plan.layout)] = ratio
+        tried[plan.label] = ratio
         skipped = 1 - _active_share(plan.sizes)
-        tell(f"{plan.layout}: {skipped:.1%} skipped, perplexity ratio {ratio:.4f}")
+        tell(f"{plan.label}: {skipped:.1%} skipped, perplexity ratio {ratio:.4f}")
         return ratio <= target_ratio
 
     most = layout.num_routed - 1

@@ -21,7 +21,7 @@ def model_card(
 ) -> str:
     """README.md of a converted model."""
     base = moe.base_model
-    alone = moe.sizes[0].expert == 1
+    alone = moe.first_sizes.expert == 1
     title = f"{Path(base).name}, {report.layout}"
     what = _what(moe, alone)
     method = _method(moe.name)

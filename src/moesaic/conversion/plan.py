@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.conversion.options import Scope
@@ -20,7 +21,6 @@ from moesaic.families import FFNs, Mixtures, find_ffns
 from moesaic.layout import Layout
 from moesaic.methods.base import (
     Budget,
-    FFNMethod,
     FFNShape,
     Method,
     ModelShape,
@@ -48,17 +48,22 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
+        """Raises MoesaicError for a method that has no experts."""
         return Layout.parse(self.moe.layout)
+
+    @property
+    def label(self) -> str:
+        """The layout, or what stands for one, as tables show it."""
+        return self.moe.layout
 
     @property
     def sizes(self) -> Sizes:
         """Of the first layer; layers differ in `num_active` at most."""
-        return self.moe.sizes[0]
+        return self.moe.first_sizes
 
     @property
     def words(self) -> str:
         """What becomes of every FFN, in words."""
-        assert isinstance(self.method, FFNMethod)
         words = self.method.words(self.moe)
         if self.moe.outer is None:
             return words
@@ -165,7 +170,20 @@ def model_shape(ffns: FFNs, scope: Scope) -> ModelShape:
         path=f"{ffns.layers_path}.{{}}.{ffns.ffn_path}",
         identities=tuple(f"{ffns.layers_path}.{{}}.{name}" for name in ffns.identities),
         outer=_outer_shape(ffns, ffn, scope),
+        linears=linear_paths(ffns),
     )
+
+
+def linear_paths(ffns: FFNs) -> tuple[str, ...]:
+    """All linear layers that every decoder layer has, with `{}` for the layer."""
+    common: dict[str, None] | None = None
+    for layer in ffns.layers:
+        names = {n: None for n, m in layer.named_modules() if type(m) is nn.Linear}
+        if common is None:
+            common = names
+        else:
+            common = {name: None for name in common if name in names}
+    return tuple(f"{ffns.layers_path}.{{}}.{name}" for name in common or {})
 
 
 def _outer_shape(ffns: FFNs, ffn: FFNShape, scope: Scope) -> OuterShape | None:

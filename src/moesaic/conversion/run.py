@@ -21,17 +21,23 @@ from moesaic.calibration.checks import check_inputs
 from moesaic.calibration.expert_inputs import ExpertInputs
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
-from moesaic.conversion.layer_error import LayerReport, measure_layer
+from moesaic.conversion.layer_error import (
+    LayerReport,
+    linear_error,
+    linears_report,
+    measure_layer,
+)
 from moesaic.conversion.mixtures import ConvertedMixture, MixtureLayer
 from moesaic.conversion.plan import Plan
-from moesaic.conversion.saved_layers import load_layer, save_layer
+from moesaic.conversion.saved_layers import load_layer, load_linears, save_layer
 from moesaic.errors import MoesaicError
 from moesaic.families import Mixtures
-from moesaic.methods.base import FFNMethod
+from moesaic.methods.base import FFNMethod, LinearMethod
 from moesaic.modeling import (
     MoesaicReplacement,
     as_they_are,
     install,
+    install_linear,
     install_outer_shared,
 )
 from moesaic.progress import track
@@ -94,6 +100,78 @@ class Run:
                 reports.append(self._replace_ffn(method, layer))
             module.to(home)
         return reports
+
+    def replace_linears(self, method: LinearMethod) -> list[LayerReport]:
+        """The same for a method that replaces linear layers, wherever they stand."""
+        layers = self.stream.ffns.layers
+        numbers = track(range(len(layers)), "converting layers", enabled=self.progress)
+        reports = []
+        for layer in numbers:
+            module = layers[layer]
+            home = next(module.parameters()).device
+            module.to(self.stream.device)
+            check_inputs(self.stream, layer)
+            reports.append(self._replace_linears_of(method, layer))
+            if not self._is_last(layer):
+                self.stream.advance(layer)
+            self.clock("advance")
+            module.to(home)
+        return reports
+
+    def _replace_linears_of(self, method: LinearMethod, layer: int) -> LayerReport:
+        """Converts one decoder layer's linear layers on the inputs that they get."""
+        begun = time.perf_counter()
+        moe = self.plan.moe
+        assert moe.linears is not None
+        paths = [path.format(layer) for path in moe.linears.paths]
+        saved = None
+        if self.draft is not None:
+            dense = [self._base.get_submodule(path) for path in paths]
+            prefixes = [self._prefixed(path) for path in paths]
+            saved = load_linears(self.draft, layer, prefixes, moe, dense)
+        if saved is not None:
+            self._install_linears(paths, saved.replacements)
+            return saved.report
+        blocks = self.stream.module_inputs(layer, paths)
+        self.clock("inputs")
+        replacements = []
+        errors = []
+        for place, path in enumerate(paths):
+            linear: Any = self._base.get_submodule(path)
+            inputs = FFNInputs(
+                blocks.pop(path),
+                self.calibration.split,
+                method.fits_weights,
+                self.stream.storage,
+                self.stream.device,
+            )
+            generator = np.random.default_rng([self.seed, layer, place])
+            try:
+                replacement = method.convert_linear(
+                    linear, inputs, moe.linears.share, generator
+                )
+            except MoesaicError as error:
+                raise self._blame(layer, error) from error
+            errors.append(linear_error(linear, replacement, inputs))
+            replacements.append(replacement)
+        self.clock("convert")
+        self._install_linears(paths, replacements)
+        report = linears_report(layer, errors, self.calibration, method.fits_weights)
+        report.seconds = time.perf_counter() - begun
+        if self.draft is not None:
+            prefixes = [self._prefixed(path) for path in paths]
+            save_layer(self.draft, layer, prefixes, replacements, report)
+            self.clock("write")
+        return report
+
+    def _install_linears(self, paths: list[str], replacements: list[Any]) -> None:
+        for path, replacement in zip(paths, replacements, strict=True):
+            install_linear(self._base, self.plan.config, path, replacement.eval())
+
+    def _prefixed(self, path: str) -> str:
+        """A path from the base model as the whole model's state names it."""
+        prefix = self.stream.ffns.base_prefix
+        return f"{prefix}.{path}" if prefix else path
 
     def _replace_ffn(self, method: FFNMethod, layer: int) -> LayerReport:
         """Convert, measure, pass on, save."""

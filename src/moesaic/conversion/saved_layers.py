@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from moesaic.conversion.layer_error import LayerReport
-from moesaic.modeling import MoEConfig, new_outer_shared, new_replacement
+from moesaic.modeling import (
+    MoEConfig,
+    new_linear,
+    new_outer_shared,
+    new_replacement,
+)
 from moesaic.output import draft as drafts
 
 
@@ -41,13 +46,41 @@ def load_layer(
     draft: Path, layer: int, prefixes: Sequence[str], moe: MoEConfig
 ) -> SavedLayer | None:
     """A layer that an earlier run finished, or None where it is absent or damaged."""
+
+    def empty(report: LayerReport) -> list[Any]:
+        return _empty(moe.with_whole(layer, report.whole_experts), layer)
+
+    return _load(draft, layer, prefixes, empty)
+
+
+def load_linears(
+    draft: Path,
+    layer: int,
+    prefixes: Sequence[str],
+    moe: MoEConfig,
+    dense: Sequence[Any],
+) -> SavedLayer | None:
+    """The same for a layer whose linear layers `dense` were replaced."""
+
+    def empty(report: LayerReport) -> list[Any]:
+        return [new_linear(moe, linear) for linear in dense]
+
+    return _load(draft, layer, prefixes, empty)
+
+
+def _load(
+    draft: Path,
+    layer: int,
+    prefixes: Sequence[str],
+    empty: Callable[[LayerReport], list[Any]],
+) -> SavedLayer | None:
     saved = drafts.load_layer(draft, layer)
     if saved is None:
         return None
     state, values = saved
     try:
         report = LayerReport(seconds=None, **values)
-        replacements = _empty(moe.with_whole(layer, report.whole_experts), layer)
+        replacements = empty(report)
         for prefix, replacement in zip(prefixes, replacements, strict=False):
             start = f"{prefix}."
             own = {

@@ -18,7 +18,12 @@ from transformers.pytorch_utils import Conv1D
 
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, FFNs, Mixtures, find_ffns
-from moesaic.modeling import MoEConfig, MoesaicProjection, MoesaicReplacement
+from moesaic.modeling import (
+    MoEConfig,
+    MoesaicProjection,
+    MoesaicReplacement,
+    MoesaicThresholdedLinear,
+)
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,11 @@ def count_macs(model: Any, tokens: int) -> Macs:
     config = model.config
     part = _converted_part(model) if is_converted(config) else _dense_part(model)
     head = model.get_output_embeddings().weight.numel()
+    skipped = _skipped_inputs(model)
+    attention = matrices(model) - part.matrices - head - skipped.attention
     return Macs(
-        attention=(matrices(model) - part.matrices - head) * tokens,
-        ffn=part.ffn * tokens,
+        attention=attention * tokens,
+        ffn=(part.ffn - skipped.ffn) * tokens,
         router=part.router * tokens,
         head=head * tokens,
         scores=_scores(config.get_text_config(), tokens),
@@ -82,7 +89,7 @@ def oracle_macs(dense: Macs, dense_config: Any, moe: MoEConfig) -> Macs:
     """Of a reference that no model can hold: as if to know were free."""
     found = find_ffns(meta_model(dense_config))
     found = replace(found, kept=tuple(set(range(len(found.layers))) - set(moe.layers)))
-    sizes = moe.sizes[0]
+    sizes = moe.first_sizes
     with_shared = moe.outer is not None and moe.outer.shared_sizes is not None
     skipped = 1 - sizes.active / sizes.total
     saved = skipped * routed_weights(found, with_shared)
@@ -100,14 +107,45 @@ class _FFNPart:
     matrices: int
 
 
+@dataclass(frozen=True)
+class _Skipped:
+    """Weights that linear layers leave out for a token, in FFNs and elsewhere."""
+
+    ffn: float = 0.0
+    attention: float = 0.0
+
+
+def _skipped_inputs(model: Any) -> _Skipped:
+    """Of linear layers that were replaced by ones that skip inputs."""
+    if not is_converted(model.config) or model.config.moesaic.linears is None:
+        return _Skipped()
+    path = model.config.moesaic.path.partition("{}.")[2]
+    ffn = 0.0
+    attention = 0.0
+    for name, module in model.named_modules():
+        if not isinstance(module, MoesaicThresholdedLinear):
+            continue
+        skipped = module.weight.numel() - module.active_weights()
+        if f".{path}." in name:
+            ffn += skipped
+        else:
+            attention += skipped
+    return _Skipped(ffn, attention)
+
+
 def _converted_part(model: Any) -> _FFNPart:
     moe: MoEConfig = model.config.moesaic
-    replacements = [m for m in model.modules() if isinstance(m, MoesaicReplacement)]
+    replacements = [
+        module
+        for module in model.modules()
+        if isinstance(module, MoesaicReplacement)
+        and not isinstance(module, MoesaicThresholdedLinear)
+    ]
     ffn = sum(one.active_weights() for one in replacements)
     routers = sum(one.router_weights() for one in replacements)
     inside = sum(matrices(one) for one in replacements)
     neuron = moe.block.matrices * moe.block.hidden_size
-    dense = _layers_kept(model.config) * neuron * moe.sizes[0].total
+    dense = _layers_kept(model.config) * neuron * moe.first_sizes.total
     if moe.outer is None:
         return _FFNPart(ffn + dense, routers, 0.0, int(inside + dense))
     # Of layers that stay, the experts that run are as they were.
@@ -201,9 +239,11 @@ def active_ffn_fraction(config: Any) -> float:
     if not is_converted(config):
         return 1.0
     moe: MoEConfig = config.moesaic
-    total = float(moe.sizes[0].total)
-    active = sum(sizes.active for sizes in moe.sizes) / len(moe.sizes)
+    total = float(moe.first_sizes.total)
     converted = len(moe.layers)
+    if not converted:
+        return 1.0
+    active = sum(sizes.active for sizes in moe.sizes) / converted
     if moe.outer is not None:
         outer = moe.outer
         whole = sum(map(len, outer.whole.values()))
@@ -230,7 +270,7 @@ def matrices(module: nn.Module | None) -> int:
     """Weights of all matrix products inside a module."""
     if module is None:
         return 0
-    kinds = nn.Linear | Conv1D | MoesaicProjection
+    kinds = nn.Linear | Conv1D | MoesaicProjection | MoesaicThresholdedLinear
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, kinds))
 
 

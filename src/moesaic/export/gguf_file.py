@@ -53,7 +53,7 @@ def supports(config: Any, tokenizer: Any, architecture: str) -> list[str]:
             reasons.append("llama.cpp gives qwen2moe no dense layers")
         if heads * head_dim != config.hidden_size:
             reasons.append("llama.cpp's qwen2moe wants heads * head_dim = hidden_size")
-    if config.moesaic.sizes[0].num_routed == 1:
+    if config.moesaic.first_sizes.num_routed == 1:
         reasons.append("llama.cpp takes a single expert for none")
     try:
         read_vocabulary(tokenizer, config.vocab_size)

@@ -41,7 +41,7 @@ def supports(config: Any) -> list[str]:
             f"its layers {', '.join(map(str, dense))} are dense, in glm4_moe the first ones only; "
             "qwen2_moe may fit"
         )
-    if config.moesaic.sizes[0].num_routed == 1:
+    if config.moesaic.first_sizes.num_routed == 1:
         reasons.append("it has one routed expert, glm4_moe at least two")
     return reasons
 

@@ -161,7 +161,7 @@ def learning_rates(model: Any, lora_lr: float, scale_lr: float) -> dict[str, flo
     """Of every kind of trained weight; some kinds may not be there."""
     routed = 0
     if is_converted(model.config):
-        routed = model.config.moesaic.sizes[0].num_routed
+        routed = model.config.moesaic.first_sizes.num_routed
     rates = {
         "LoRA, routers": lora_lr,
         "LoRA of routed experts": lora_lr / max(routed, 1) ** ROOT,

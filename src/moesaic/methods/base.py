@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from moesaic.errors import MoesaicError, unknown
 from moesaic.layout import Layout, layouts_for
 from moesaic.methods.contents import Description
-from moesaic.modeling import BlockConfig, MoEConfig, OuterConfig, RouterConfig, Sizes
+from moesaic.modeling import (
+    BlockConfig,
+    LinearConfig,
+    MoEConfig,
+    OuterConfig,
+    RouterConfig,
+    Sizes,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +70,8 @@ class ModelShape:
     """What config.json tells of a model: one FFN's shape, and where FFNs stand.
 
     `layers` are those to convert. `path` leads from the base model to an FFN, with
-    `{}` for the layer; `identities` to modules that a replacement makes superfluous.
+    `{}` for the layer; `identities` to modules that a replacement makes superfluous,
+    `linears` to all linear layers.
     """
 
     name: str
@@ -72,6 +80,7 @@ class ModelShape:
     path: str
     identities: tuple[str, ...] = ()
     outer: OuterShape | None = None
+    linears: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,8 +154,15 @@ class Method(ABC):
         """
 
     @abstractmethod
+    def words(self, moe: MoEConfig) -> str:
+        """The plan in words, for tables and cards."""
+
+    @abstractmethod
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
         """Converts a model in memory; `run` loops, measures, saves and resumes."""
+
+    # Whether weights are fitted to tokens, so that others must be held out to judge.
+    fits_weights: ClassVar[bool] = False
 
     def _check_setting(self, name: str, default: Any, meta: Mapping[str, Any]) -> None:
         """Raises MoesaicError for a value that the setting does not take."""
@@ -164,10 +180,11 @@ class Method(ABC):
             return
         if value is None and default is None:
             return
-        if type(value) is not int or value < least:
+        if type(value) is not int or (least is not None and value < least):
+            bound = "" if least is None else f" >= {least}"
             raise MoesaicError(
-                f"method {self.name!r}: {name} is {value!r}; it must be a whole number "
-                f">= {least}"
+                f"method {self.name!r}: {name} is {value!r}; it must be a whole number"
+                f"{bound}"
             )
 
 
@@ -179,8 +196,6 @@ class FFNMethod(Method):
     a layout, `sizes`.
     """
 
-    # Whether weights are fitted to tokens, so that others must be held out to judge.
-    fits_weights: ClassVar[bool] = False
     # The number of experts that a published method has, where it is part of it.
     experts: ClassVar[int | None] = None
     # Whether several layouts of one sparsity are worth trying.
@@ -261,13 +276,81 @@ class FFNMethod(Method):
         )
 
     def words(self, moe: MoEConfig) -> str:
-        """The plan in words, for tables and cards."""
-        sizes = moe.sizes[0]
+        sizes = moe.first_sizes
         return f"the best {sizes.active} of {sizes.total} neurons, no routing"
 
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
         """Replaces every FFN in turn, on inputs that passed the layers before it."""
         return run.replace_ffns(self)
+
+
+@dataclass(frozen=True)
+class LinearMethod(Method):
+    """A method that replaces linear layers one by one, in FFNs and attention alike.
+
+    A subclass defines `convert_linear`; `chosen_paths` where it leaves some as they are,
+    and `replacement`, the class of modeling/linears_moesaic.py that it returns.
+    """
+
+    replacement: ClassVar[str] = "thresholded"
+
+    @abstractmethod
+    def convert_linear(
+        self,
+        weights: nn.Linear,
+        inputs: FFNInputs,
+        share: float,
+        generator: np.random.Generator,
+    ) -> nn.Module:
+        """The module that stands in for one linear layer.
+
+        `inputs` are those of this layer for all calibration tokens; `share` of its
+        weights may be used for a token, on average.
+        """
+
+    def chosen_paths(self, shape: ModelShape) -> tuple[str, ...]:
+        """The linear layers to replace."""
+        return shape.linears
+
+    def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
+        """One plan, for a share of the weights. Raises MoesaicError for a layout."""
+        if budget.layout is not None:
+            raise MoesaicError(
+                f"method {self.name!r} has no experts, so no layout {budget.layout}; "
+                "give a sparsity"
+            )
+        sparsity = budget.skipped
+        if not 0 <= sparsity < 1:
+            raise MoesaicError(
+                f"sparsity {sparsity} is outside [0, 1); 0.25 skips a quarter"
+            )
+        paths = self.chosen_paths(shape)
+        if not paths:
+            raise MoesaicError(
+                f"{shape.name} has no linear layers that method {self.name!r} replaces"
+            )
+        linears = LinearConfig(self.replacement, paths, 1 - sparsity)
+        return [
+            MoEConfig(
+                method=self.to_dict(),
+                layout=f"{sparsity:.0%} sparse",
+                block=block_config(shape.ffn, None),
+                path=shape.path,
+                identities=(),
+                layers=(),
+                sizes=(),
+                linears=linears,
+            )
+        ]
+
+    def words(self, moe: MoEConfig) -> str:
+        assert moe.linears is not None
+        count = len(moe.linears.paths)
+        return f"{moe.linears.share:.0%} of the inputs of {count} linear layers a layer"
+
+    def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
+        """Replaces every linear layer, one decoder layer after the other."""
+        return run.replace_linears(self)
 
 
 def block_config(
@@ -285,6 +368,7 @@ def block_config(
         activation=ffn.activation,
         output_bias=ffn.output_bias or output_bias,
         router=router,
+        intermediate_size=ffn.intermediate_size,
     )
 
 

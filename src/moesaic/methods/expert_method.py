@@ -172,7 +172,7 @@ class ExpertMethod(FFNMethod):
         router = moe.router
         if router is None:
             return super().words(moe)
-        sizes = moe.sizes[0]
+        sizes = moe.first_sizes
         mean = "" if router.fixed_count else "on average "
         kind = "experts" if moe.outer is None else "sub-experts"
         return (
@@ -185,7 +185,7 @@ def active_words(moe: MoEConfig) -> str:
     """Routed experts per token, and how far layers differ in them."""
     budgets = moe.budgets
     if not budgets:
-        return str(moe.sizes[0].num_active)
+        return str(moe.first_sizes.num_active)
     mean = round(sum(budgets) / len(budgets))
     return f"{mean} ({min(budgets)} to {max(budgets)} in a layer)"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 
 from moesaic.errors import MoesaicError, unknown
 from moesaic.methods.base import Method
-from moesaic.methods.contents import METHODS
+from moesaic.methods.contents import METHODS, Description
 
 
 def load_method(
@@ -81,7 +82,7 @@ def _class_in_file(path: Path) -> type[Method]:
 def _check_class(path: Path, method_class: type[Method]) -> None:
     """Raises MoesaicError, before anything is converted, for a step that lacks."""
     name = method_class.__name__
-    if not hasattr(method_class, "description"):
+    if not isinstance(getattr(method_class, "description", None), Description):
         raise MoesaicError(
             f"{path}: {name} has no `description`: its name, one sentence and where it "
             "runs (docs/add_a_method.md)"
@@ -92,6 +93,11 @@ def _check_class(path: Path, method_class: type[Method]) -> None:
             f"{path}: {name} lacks the step {', '.join(missing)}; define it "
             "(docs/add_a_method.md)"
         )
+    for one in fields(method_class):
+        if one.default is MISSING and one.default_factory is MISSING:
+            raise MoesaicError(
+                f"{path}: {name} has a setting {one.name} without a default; give it one"
+            )
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -99,9 +105,11 @@ def _run_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise MoesaicError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up annotations
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a user's file raises
+        del sys.modules[spec.name]
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         kind = type(error).__name__
         raise MoesaicError(f"{path} cannot be run: {kind}: {reason}") from error

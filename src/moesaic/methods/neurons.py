@@ -128,7 +128,7 @@ class MoesaicNeurons(ExpertMethod):
         return fit_repair(fit, self.repair_by, self.intercept, self.up_steps, mask)
 
     def words(self, moe: MoEConfig) -> str:
-        routed = moe.sizes[0].num_routed
+        routed = moe.first_sizes.num_routed
         return f"on average {active_words(moe)} of {routed} neurons, gates of all"
 
 

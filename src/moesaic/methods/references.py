@@ -141,7 +141,7 @@ class NeuronOracle(FFNMethod):
         return BestNeurons(weights, sizes.num_active)
 
     def words(self, moe: MoEConfig) -> str:
-        sizes = moe.sizes[0]
+        sizes = moe.first_sizes
         return f"the {sizes.num_active} of {sizes.num_routed} neurons that add most"
 
 

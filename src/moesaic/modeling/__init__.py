@@ -3,7 +3,7 @@
 Table of contents: `moe_config` types of config.json; `configuration` a family's class;
 `projections`, `routers`, `experts` the parts; `replacement` what stands in for a module,
 `block` for an FFN, `neurons` for an FFN neuron by neuron, `hierarchy` for the experts of
-a mixture; `modeling` the models that carry them.
+a mixture, `linears` for a linear layer; `modeling` the models that carry them.
 """
 
 from transformers import AutoConfig
@@ -12,16 +12,20 @@ from .block_moesaic import MoesaicBlock, MoesaicSharedExpert
 from .configuration_moesaic import MoesaicConfig, config_class_for
 from .experts_moesaic import MoesaicExperts
 from .hierarchy_moesaic import MoesaicHierarchy
+from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
 from .modeling_moesaic import (
     REPLACEMENTS,
     install,
+    install_linear,
     install_outer_shared,
+    new_linear,
     new_outer_shared,
     new_replacement,
 )
 from .moe_config_moesaic import (
     BlockConfig,
     ConfigError,
+    LinearConfig,
     MoEConfig,
     OuterConfig,
     RouterConfig,
@@ -43,9 +47,11 @@ from .routers_moesaic import (
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 
 __all__ = [
+    "LINEAR_REPLACEMENTS",
     "REPLACEMENTS",
     "BlockConfig",
     "ConfigError",
+    "LinearConfig",
     "MoEConfig",
     "MoesaicBlock",
     "MoesaicConfig",
@@ -61,6 +67,7 @@ __all__ = [
     "MoesaicReplacement",
     "MoesaicRouter",
     "MoesaicSharedExpert",
+    "MoesaicThresholdedLinear",
     "OuterConfig",
     "RouterConfig",
     "Sizes",
@@ -70,7 +77,9 @@ __all__ = [
     "choose_experts",
     "config_class_for",
     "install",
+    "install_linear",
     "install_outer_shared",
+    "new_linear",
     "new_outer_shared",
     "new_replacement",
     "new_router",

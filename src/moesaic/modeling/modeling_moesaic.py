@@ -5,7 +5,7 @@ Leaf: this file is copied beside the weights, so it imports torch and transforme
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -13,13 +13,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .block_moesaic import MoesaicBlock
 from .configuration_moesaic import MADE_CLASSES, ON_NEW_CLASS, MoesaicConfig
+from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
 from .moe_config_moesaic import MoEConfig
 from .neurons_moesaic import MoesaicNeuronRouter, MoesaicNeurons
 from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import MoesaicRouter
 
 REPLACEMENTS: dict[str, Any] = {"experts": MoesaicBlock, "neurons": MoesaicNeurons}
-_FLOAT32_NAMES = {*MoesaicRouter.float32_names, *MoesaicNeuronRouter.float32_names}
+_FLOAT32_NAMES = {
+    *MoesaicRouter.float32_names,
+    *MoesaicNeuronRouter.float32_names,
+    *MoesaicThresholdedLinear.float32_names,
+}
 
 
 def new_replacement(moe: MoEConfig, layer: int) -> MoesaicReplacement:
@@ -39,6 +44,13 @@ def new_outer_shared(moe: MoEConfig) -> MoesaicReplacement | None:
     return kind(moe.block, moe.outer.shared_sizes)
 
 
+def new_linear(moe: MoEConfig, dense: nn.Module) -> MoesaicReplacement:
+    """What stands in for a linear layer, without weights."""
+    assert moe.linears is not None
+    kind = LINEAR_REPLACEMENTS[moe.linears.replacement]
+    return kind.like(dense, moe.linears.share)
+
+
 def install(base_model: nn.Module, config: Any, layer: int, module: nn.Module) -> None:
     """Puts a replacement in the place of one layer's FFN, or of its experts."""
     moe = config.moesaic
@@ -53,6 +65,13 @@ def install_outer_shared(
     """Puts a replacement in the place of one layer's shared expert of a mixture."""
     path = config.moesaic.outer.shared_path
     _put(base_model, path.format(layer), module, config)
+
+
+def install_linear(
+    base_model: nn.Module, config: Any, path: str, module: nn.Module
+) -> None:
+    """Puts a replacement in the place of one linear layer."""
+    _put(base_model, path, module, config)
 
 
 def _put(root: nn.Module, path: str, module: nn.Module, config: Any) -> None:
@@ -82,8 +101,18 @@ class _FamilyModel:
             shared = new_outer_shared(moe)
             if shared is not None:
                 install_outer_shared(base_model, config, layer, shared)
+        if moe.linears is not None:
+            self._install_linears(base_model, config)
         implementation = self.get_correct_experts_implementation(wanted)
         config._experts_implementation_internal = implementation
+
+    def _install_linears(self, base_model: Any, config: Any) -> None:
+        moe = config.moesaic
+        for layer in range(config.get_text_config().num_hidden_layers):
+            for path in moe.linears.paths:
+                place = path.format(layer)
+                dense = base_model.get_submodule(place)
+                install_linear(base_model, config, place, new_linear(moe, dense))
 
     def _check_and_adjust_experts_implementation(
         self, wanted: str | None
@@ -95,6 +124,9 @@ class _Front(PreTrainedModel):
     """What `auto_map` names: hands over to the class made for the family."""
 
     config_class = MoesaicConfig
+    # Its families' classes by configuration class: transformers puts the front itself
+    # into its own table when a model is loaded with trust_remote_code.
+    _of_family: ClassVar[dict[type[MoesaicConfig], Any]]
 
     @classmethod
     def from_pretrained(
@@ -102,21 +134,23 @@ class _Front(PreTrainedModel):
     ) -> Any:
         if config is None:
             config = MoesaicConfig.from_pretrained(path)
-        model_class = cls._auto._model_mapping[type(config)]
+        model_class = cls._of_family[type(config)]
         return model_class.from_pretrained(path, *args, config=config, **kwargs)
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
-        model_class = cls._auto._model_mapping[type(config)]
+        model_class = cls._of_family[type(config)]
         return model_class._from_config(config, **kwargs)
 
 
 class MoesaicModel(_Front):
     _auto = AutoModel
+    _of_family: ClassVar[dict[type[MoesaicConfig], Any]] = {}
 
 
 class MoesaicForCausalLM(_Front):
     _auto = AutoModelForCausalLM
+    _of_family: ClassVar[dict[type[MoesaicConfig], Any]] = {}
 
 
 def register_model_classes(config_class: type[MoesaicConfig]) -> None:
@@ -138,6 +172,7 @@ def register_model_classes(config_class: type[MoesaicConfig]) -> None:
         ]
         _Model.__name__ = front.__name__
         _Model.__qualname__ = front.__name__
+        front._of_family[config_class] = _Model
         front._auto.register(config_class, _Model, exist_ok=True)
 
 

@@ -12,6 +12,7 @@ FORMAT = 2
 ROUTER_KINDS = ("linear", "quadratic", "neuron-copies", "gates")
 CHOOSERS = ("topk", "threshold")
 REPLACEMENT_KINDS = ("experts", "neurons")
+LINEAR_KINDS = ("thresholded",)
 CONVERT_AGAIN = (
     "was written by an older moesaic, in a form that this one does not read; convert "
     "the dense model again: moesaic convert {base} --output DIR"
@@ -129,6 +130,7 @@ class BlockConfig:
     activation: str
     output_bias: bool
     router: RouterConfig | None = None
+    intermediate_size: int = 0  # of the dense FFN
 
     @property
     def matrices(self) -> int:
@@ -150,6 +152,30 @@ class BlockConfig:
         alone = self.replacement == "neurons"
         if alone != (self.router.kind == "gates") or (alone and not self.gated):
             return "router kind"
+        return None
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Linear layers that were replaced, one by one, inside FFNs or outside.
+
+    `replacement` names the class: "thresholded". `paths` lead from the base model to
+    the layers, with `{}` for the decoder layer. `share` of the weights is used for a
+    token, on average.
+    """
+
+    replacement: str
+    paths: tuple[str, ...]
+    share: float
+
+    def wrong(self) -> str | None:
+        """The first field whose value makes no sense."""
+        if self.replacement not in LINEAR_KINDS:
+            return "linears replacement"
+        if not self.paths or not all("{}" in path for path in self.paths):
+            return "linears paths"
+        if not 0 < self.share <= 1:
+            return "linears share"
         return None
 
 
@@ -211,6 +237,7 @@ class MoEConfig:
     - `path` of the FFN from the base model, with `{}` for the layer; `identities` are
       modules that the replacement makes superfluous
     - `layers`: those that were converted; `sizes`: of each of them
+    - `linears`: only where linear layers were replaced
     - `outer`: only where the model was a mixture before
     - `base_model`, `source`, `calibration`, `versions`, `finetune`: how it was made
     """
@@ -223,6 +250,7 @@ class MoEConfig:
     layers: tuple[int, ...]
     sizes: tuple[Sizes, ...]
     outer: OuterConfig | None = None
+    linears: LinearConfig | None = None
     base_model: str = ""
     source: str | None = None
     calibration: dict[str, Any] | None = None
@@ -239,6 +267,16 @@ class MoEConfig:
     def router(self) -> RouterConfig | None:
         return self.block.router
 
+    @property
+    def first_sizes(self) -> Sizes:
+        """The sizes of the first converted layer; of a dense one where none is.
+
+        Layers differ in `num_active` at most, unless a method says otherwise.
+        """
+        if not self.sizes:
+            return Sizes(self.block.intermediate_size, 0, 0, 0)
+        return self.sizes[0]
+
     def sizes_of(self, layer: int) -> Sizes:
         """The sizes of one converted layer."""
         return self.sizes[self.layers.index(layer)]
@@ -246,7 +284,7 @@ class MoEConfig:
     @property
     def uniform_sizes(self) -> Sizes | None:
         """The sizes of all layers where they are the same."""
-        first = self.sizes[0]
+        first = self.first_sizes
         return first if all(sizes == first for sizes in self.sizes) else None
 
     @property
@@ -316,8 +354,12 @@ class MoEConfig:
         wrong = self.block.wrong()
         if wrong is not None:
             return wrong
-        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+        if not self.layers and self.linears is None:
             return "layers"
+        if list(self.layers) != sorted(set(self.layers)):
+            return "layers"
+        if self.linears is not None and self.linears.wrong() is not None:
+            return self.linears.wrong()
         if not set(self.layers) <= set(range(depth)):
             return "layers"
         if "{}" not in self.path or not all("{}" in path for path in self.identities):
@@ -340,7 +382,7 @@ class MoEConfig:
             return wrong
         if (self.router is None) != (sizes.num_routed == 0):
             return "num_routed"
-        if sizes.total != self.sizes[0].total:
+        if sizes.total != self.first_sizes.total:
             return "intermediate"
         if self.block.replacement == "neurons" and (sizes.expert, sizes.shared) != (
             1,
@@ -385,6 +427,10 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
     typed["layers"] = tuple(values["layers"])
     typed["identities"] = tuple(values["identities"])
     typed["sizes"] = tuple(Sizes(**sizes) for sizes in values["sizes"])
+    if values.get("linears") is not None:
+        linears = dict(values["linears"])
+        linears["paths"] = tuple(linears["paths"])
+        typed["linears"] = LinearConfig(**linears)
     if values.get("outer") is not None:
         typed["outer"] = _typed_outer(values["outer"])
     return typed

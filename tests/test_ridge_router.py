@@ -5,7 +5,6 @@ Shape suffixes: T tokens, D hidden_size, P features, R routed experts, C directi
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable
 
@@ -16,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moesaic.parts.routers import directions, linear
-from moesaic.parts.ridge_router import RIDGE, STEPS, Ridge, log_energy
+from moesaic.parts import ridge_router
+from moesaic.parts.directions import directions
+from moesaic.parts.ridge_router import RIDGE, STEPS, Ridge, fit_linear_router, log_energy
 from tests import reference
 
 Array = NDArray[np.float64]
-module = importlib.import_module("moesaic.parts.ridge_router")  # its function has the same name
 either = pytest.mark.parametrize("absolute", [True, False])
 
 
@@ -40,7 +39,8 @@ def energies(tokens: int, experts: int, seed: int, tail: float = 1.0) -> tuple[A
 
 
 def fitted(phi_TP: Array, energy_TR: Array, absolute: bool, size: int = 1000) -> Array:
-    weight_RP = linear(blocks_of(phi_TP, size), torch.from_numpy(energy_TR).float(), absolute)
+    energy = torch.from_numpy(energy_TR).float()
+    weight_RP = fit_linear_router(blocks_of(phi_TP, size), energy, absolute)
     assert weight_RP.shape == (energy_TR.shape[1], phi_TP.shape[1])
     assert torch.isfinite(weight_RP).all()
     return weight_RP.double().numpy()
@@ -49,7 +49,7 @@ def fitted(phi_TP: Array, energy_TR: Array, absolute: bool, size: int = 1000) ->
 def after(steps: int, phi_TP: Array, energy_TR: Array, absolute: bool) -> Array:
     """The weights after so many scoring steps; 0 is ridge regression on log energies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "STEPS", steps)
+        patch.setattr(ridge_router, "STEPS", steps)
         return fitted(phi_TP, energy_TR, absolute)
 
 
@@ -196,6 +196,14 @@ def test_the_scale_of_all_energies_does_not_matter(absolute: bool) -> None:
         np.testing.assert_allclose(given, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_features_that_are_centred_already_are_not_centred_again() -> None:
+    phi_TP, energy_TR = energies(300, 5, seed=9)
+    energy = torch.from_numpy(energy_TR).float()
+    expected = fit_linear_router(blocks_of(phi_TP), energy, True)
+    given = fit_linear_router(blocks_of(phi_TP - phi_TP.mean(axis=0)), energy, True, True)
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+
+
 # --- degenerate input --------------------------------------------------------------------------
 
 
@@ -290,7 +298,7 @@ def test_products_of_directions_follow_energies_that_no_linear_score_can() -> No
     quadratic_TP = torch.cat([x_TD, z_TC[:, i] * z_TC[:, j]], dim=1)
 
     def kept(phi_TP: torch.Tensor) -> float:
-        score_TR = phi_TP @ linear(lambda: [phi_TP], energy_TR, absolute=False).T
+        score_TR = phi_TP @ fit_linear_router(lambda: [phi_TP], energy_TR, absolute=False).T
         chosen_TK = score_TR.topk(2, dim=1).indices
         best = energy_TR.topk(2, dim=1).values.sum()
         return float(energy_TR.gather(1, chosen_TK).sum() / best)

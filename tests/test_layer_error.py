@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import moesaic
-from moesaic.calibration.ffn_inputs import Inputs
+from moesaic.calibration.calibration_set import Split
+from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.conversion.layer_error import LayerReport, measure_layer
-from moesaic.conversion.plan import make_plan
 from moesaic.families import DenseFFN, find_ffns
-from moesaic.methods.fit import Fitted
+from moesaic.methods.base import block_config, shape_of
+from moesaic.methods.expert_method import Made, mask_of
+from moesaic.modeling import RouterConfig, Sizes, new_router
 from moesaic.parts.carve import carve, neuron_rows
-from moesaic.parts.masked import masked_view
 from moesaic.parts.partition import Partition
 from moesaic.parts.repair import Kept, choose_repairs
 from tests.families import CONTEXT, tiny_model, tokens
@@ -27,6 +28,7 @@ from tests.families import CONTEXT, tiny_model, tokens
 CPU = torch.device("cpu")
 HELD, SEED = 24, 5
 SHARED, R, K, M = 22, 5, 3, 6  # S3A3E8 of 52 neurons
+SIZES = Sizes(SHARED, M, R, K)
 
 
 @dataclass
@@ -34,47 +36,43 @@ class Layer:
     """A layer cut at random, whose router copies the first neuron of each expert."""
 
     ffn: DenseFFN
-    plan: Any
     parts: Partition
-    inputs: Inputs
+    inputs: FFNInputs
     x_TD: torch.Tensor  # held out
     static_N: torch.Tensor
 
-    def fitted(self, intercept: bool | None) -> Fitted:
+    def fitted(self, intercept: bool | None) -> Any:
         """With a least-squares repair unless `intercept` is None."""
-        neurons_R = self.parts.experts_RM[:, 0]
-        rows = neuron_rows(self.ffn, neurons_R)
-        config = self.plan.config
-        block = carve(self.ffn, self.parts, rows, config)
-        masked = masked_view(block, self.ffn, config)
-        if intercept is None:
-            return Fitted(block, masked, self.parts, self.static_N, [])
-        kept = Kept(
-            torch.from_numpy(self.parts.neurons_N),
-            lambda x_TD: self.parts.mask(block.router.choose(block.router.scores(x_TD))),
-        )
-        both = [kept, Kept(self.static_N)]
-        repairs = choose_repairs(self.inputs, self.ffn, both, "least-squares", intercept)
-        config.moesaic["output_bias"] = intercept or self.ffn.down_bias_D is not None
-        block = carve(repairs[0].apply(self.ffn, kept), self.parts, rows, config)
-        masked = masked_view(block, self.ffn, config)
-        return Fitted(block, masked, self.parts, self.static_N, ["said"], *repairs)
+        made = Made(self.parts, self.static_N)
+        repaired = self.ffn
+        router_config = RouterConfig("neuron-copies", "topk")
+        block = block_config(shape_of(self.ffn), router_config, bool(intercept))
+        router = new_router(block, SIZES)
+        router.load_state_dict(neuron_rows(self.ffn, self.parts.experts_RM[:, 0]), strict=False)
+        if intercept is not None:
+            neurons_N = torch.from_numpy(self.parts.neurons_N)
+            kept = Kept(neurons_N, mask_of(self.parts, router))
+            both = [kept, Kept(self.static_N)]
+            repairs = choose_repairs(self.inputs, self.ffn, both, "least-squares", intercept)
+            made = Made(self.parts, self.static_N, *repairs, notes=["said"])
+            repaired = repairs[0].apply(self.ffn, kept)
+        replacement = carve(repaired, self.parts, router, block, SIZES)
+        replacement.made = made
+        return replacement
 
-    def report(self, fitted: Fitted) -> LayerReport:
-        return measure_layer(2, self.inputs, self.ffn, fitted, self.plan.sizes, SEED, 1.5)
+    def report(self, replacement: Any, most: int | None = None) -> LayerReport:
+        return measure_layer(2, self.inputs, self.ffn, replacement, SIZES, SEED, most)
 
 
 def random_layer(family: str = "qwen3", hold_out: bool = True) -> Layer:
-    model = tiny_model(family)
-    ffn = find_ffns(model).read(0)
+    ffn = find_ffns(tiny_model(family)).read(0)
     # Few directions and a mean, so that the neurons that run tell what the others would add.
     x_TD = torch.randn(8 * HELD, 4) @ torch.randn(4, 32) / 2 + torch.randn(32)
     order = torch.randperm(52).numpy()
     return Layer(
         ffn,
-        make_plan(model.config, "tiny", "cmoe", "S3A3E8"),
         Partition(order[:SHARED], order[SHARED:].reshape(R, M)),
-        Inputs(x_TD.split(7), len(x_TD), hold_out, CPU, CPU),
+        FFNInputs(x_TD.split(7), Split.last_eighth(len(x_TD)), hold_out, CPU, CPU),
         x_TD[-HELD:],
         torch.randperm(52)[: SHARED + K * M],
     )
@@ -122,7 +120,7 @@ def neurons_of(layer: Layer, experts: list[int]) -> list[int]:
 def test_routing_equals_a_double_loop(family: str) -> None:
     layer = random_layer(family)
     report = layer.report(layer.fitted(intercept=None))
-    assert (report.layer, report.seconds, report.tokens) == (2, 1.5, HELD)
+    assert (report.layer, report.seconds, report.tokens) == (2, None, HELD)
     hits = kept = most = mass = 0.0
     load = [0] * R
     chosen = []
@@ -173,7 +171,7 @@ def test_references_equal_a_double_loop(family: str, intercept: bool | None) -> 
     }
     if intercept is not None:
         assert report.repair.startswith("least squares")
-        expected["static-repaired"] = fitted.static_repair.error_after
+        expected["static-repaired"] = fitted.made.static_repair.error_after
     assert report.references == pytest.approx(expected, rel=1e-3)
     assert report.references["neuron-oracle"] < report.references["random"]
     assert report.references["oracle"] <= report.references["unrepaired"]
@@ -185,18 +183,25 @@ def test_the_repaired_layer_has_the_error_that_the_choice_saw(family: str, inter
     layer = random_layer(family)
     fitted = layer.fitted(intercept)
     report = layer.report(fitted)
-    assert report.relative_error == pytest.approx(fitted.repair.error_after, rel=1e-3)
-    assert report.references["unrepaired"] == pytest.approx(fitted.repair.error_before, rel=1e-3)
-    assert report.references["static"] == pytest.approx(fitted.static_repair.error_before, rel=1e-3)
+    assert report.relative_error == pytest.approx(fitted.made.repair.error_after, rel=1e-3)
+    assert report.references["unrepaired"] == pytest.approx(
+        fitted.made.repair.error_before, rel=1e-3
+    )
+    assert report.references["static"] == pytest.approx(
+        fitted.made.static_repair.error_before, rel=1e-3
+    )
     assert report.relative_error < report.references["unrepaired"]
-    assert report.repair == fitted.repair.candidate.name
+    assert report.repair == fitted.made.repair.candidate.name
     assert report.notes[0] == "said"
 
 
-def test_at_most_so_many_tokens_evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.conversion.layer_error.MOST_TOKENS", 10)
+@pytest.mark.parametrize("most", [None, 10])
+def test_at_most_so_many_tokens_evenly_spaced(
+    most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moesaic.conversion.layer_error.MOST_TOKENS", 99 if most else 10)
     layer = random_layer()
-    report = layer.report(layer.fitted(intercept=None))
+    report = layer.report(layer.fitted(intercept=None), most)
     layer.x_TD = layer.x_TD[::3]
     assert report.tokens == 8
     runs = [neurons_of(layer, best(row, K)) for row in scores_and_norms(layer)[0]]

@@ -1,23 +1,28 @@
-"""Grouped profiles against the slow twin: every expert profiled by itself."""
+"""Grouped statistics against the slow twin: those of every expert by itself."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from moesaic.calibration import expert_statistics as profile_experts
-from moesaic.calibration import statistics as profile
-from moesaic.calibration.ffn_inputs import Inputs
-from moesaic.calibration.statistics import Profile, profile_ffn
+from moesaic.calibration import expert_statistics, statistics
+from moesaic.calibration.calibration_set import Split
+from moesaic.calibration.expert_statistics import compute_expert_statistics
+from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.calibration.statistics import (
+    PLAIN,
+    Statistics,
+    StatisticsKind,
+    compute_statistics,
+)
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
+from moesaic.methods.contents import METHODS
+from moesaic.methods.expert_method import ExpertMethod
+from moesaic.methods.load import load_method
+from moesaic.methods.moesaic import IMPORTANCE
 from moesaic.modeling import Sizes
-from moesaic.methods.recipe import RECIPES, Recipe
-from moesaic.parts.partition import partition
 
 CPU = torch.device("cpu")
 TOKENS = (2, 23, 9, 57)
@@ -25,27 +30,27 @@ TOKENS = (2, 23, 9, 57)
 
 def experts(
     hidden: int, neurons: int, dtype: torch.dtype = torch.float32
-) -> tuple[list[Inputs], list[DenseFFN]]:
+) -> tuple[list[FFNInputs], list[DenseFFN]]:
     torch.manual_seed(0)
     inputs, ffns = [], []
     for tokens in TOKENS:
         x_TD = torch.randn(tokens, hidden).to(dtype)
-        inputs.append(Inputs(x_TD.split(5), tokens, True, CPU, CPU))
+        inputs.append(FFNInputs(x_TD.split(5), Split.last_eighth(tokens), True, CPU, CPU))
         gate_MD, up_MD = torch.randn(2, neurons, hidden).to(dtype)
         ffns.append(DenseFFN(up_MD, torch.randn(hidden, neurons).to(dtype), "silu", gate_MD))
     return inputs, ffns
 
 
 def one_by_one(
-    inputs: list[Inputs], ffns: list[DenseFFN], sample: bool = False, **wanted: Any
-) -> list[Profile]:
+    inputs: list[FFNInputs], ffns: list[DenseFFN], kind: StatisticsKind
+) -> list[Statistics]:
     return [
-        profile_ffn(one.fit(), ffn, **wanted, sample_of=one.tokens if sample else None)
+        compute_statistics(one.fit(), ffn, kind, one.tokens)
         for one, ffn in zip(inputs, ffns, strict=True)
     ]
 
 
-def assert_same(ours: Profile, twin: Profile, tolerance: float = 1e-5) -> None:
+def assert_same(ours: Statistics, twin: Statistics, tolerance: float = 1e-5) -> None:
     assert ours.tokens == twin.tokens
     for name in ("energy_F", "sum_F"):
         expected_F = getattr(twin, name)  # a sum over tokens may cancel: what counts is the largest
@@ -69,13 +74,12 @@ def assert_same(ours: Profile, twin: Profile, tolerance: float = 1e-5) -> None:
 def test_as_each_expert_by_itself(
     monkeypatch: pytest.MonkeyPatch, hidden: int, neurons: int, block: int, normalise: bool
 ) -> None:
-    monkeypatch.setattr(profile_experts, "BLOCK_PAIRS", block)
-    for module in (profile, profile_experts):
-        monkeypatch.setattr(module, "SAMPLE_TOKENS", 10)
+    monkeypatch.setattr(expert_statistics, "BLOCK_PAIRS", block)
+    monkeypatch.setattr(statistics, "SAMPLE_TOKENS", 10)
     inputs, ffns = experts(hidden, neurons)
-    wanted = {"activation_top_k": 3, "normalise": normalise, "sample": True, "gram": True}
-    found = profile_experts.profile_experts(inputs, ffns, **wanted)
-    twins = one_by_one(inputs, ffns, **wanted)
+    kind = StatisticsKind(3, normalise, sample=True, gram=True)
+    found = compute_expert_statistics(inputs, ffns, kind)
+    twins = one_by_one(inputs, ffns, kind)
     for ours, twin in zip(found, twins, strict=True):
         assert_same(ours, twin)
     assert [p.tokens for p in found] == [one.tokens for one in inputs]
@@ -84,31 +88,38 @@ def test_as_each_expert_by_itself(
 
 def test_in_bfloat16() -> None:
     inputs, ffns = experts(16, 8, torch.bfloat16)
-    found = profile_experts.profile_experts(inputs, ffns, sample=True)
-    for ours, twin in zip(found, one_by_one(inputs, ffns, sample=True), strict=True):
+    kind = StatisticsKind(sample=True)
+    found = compute_expert_statistics(inputs, ffns, kind)
+    for ours, twin in zip(found, one_by_one(inputs, ffns, kind), strict=True):
         assert_same(ours, twin, tolerance=1e-2)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize("importance", [None, "observability"])
-def test_every_recipe_finds_what_it_needs(recipe: Recipe, importance: str | None) -> None:
-    """Both profiles serve the partition, and give the same."""
-    if importance is not None:
-        if recipe.normalise:
-            pytest.skip("importance of a normalised FFN means nothing")
-        recipe = replace(recipe, importance=importance)
-    inputs, ffns = experts(16, 12)
-    inputs, ffns = inputs[3:], ffns[3:]
-    wanted = recipe.statistics | {"sample": recipe.samples_hidden}
-    (ours,) = profile_experts.profile_experts(inputs, ffns, **wanted)
-    (twin,) = one_by_one(inputs, ffns, **wanted)
-    sizes = Sizes(4, 4, 2, 1) if recipe.routed else Sizes(8, 1, 4, 0)
-    if recipe.grouping == "neurons":
-        sizes = Sizes(4, 1, 8, 2)
-    parts = [
-        partition(profile, ffns[0], recipe, sizes, np.random.default_rng(0))
-        for profile in (ours, twin)
-    ]
+CUTTING = {name: load_method(name) for name in METHODS}
+CUTTING = {name: one for name, one in CUTTING.items() if isinstance(one, ExpertMethod)}
+CUTTING |= {f"moesaic, {i}": load_method("moesaic", {"importance": i}) for i in IMPORTANCE}
+
+
+@pytest.mark.parametrize("name", CUTTING)
+def test_every_method_finds_what_it_needs(name: str) -> None:
+    """Statistics of either kind serve the partition, and give the same."""
+    method: ExpertMethod = CUTTING[name]  # type: ignore[assignment]
+    kinds = method.statistics_kinds()
+    assert set(kinds) >= {method.statistics_kind}
+    sizes = Sizes(4, 4, 2, 1)
+    if name.startswith("static"):
+        sizes = Sizes(8, 0, 0, 0, 12)
+    if name == "moesaic-neurons":
+        sizes = Sizes(0, 1, 12, 6)
+    parts = []
+    for compute in (compute_expert_statistics, one_by_one):
+        inputs, ffns = experts(16, 12)
+        for kind in kinds:
+            for one, found in zip(inputs, compute(inputs, ffns, kind), strict=True):
+                one.keep_statistics(kind, found)
+        known = inputs[3]
+        known.fit = None  # type: ignore[assignment, method-assign]  # nothing else is asked for
+        fit = method.begin(ffns[3], known, sizes, np.random.default_rng(0))
+        parts.append(method.partition(fit))
     np.testing.assert_array_equal(parts[0].shared_S, parts[1].shared_S)
     np.testing.assert_array_equal(parts[0].experts_RM, parts[1].experts_RM)
 
@@ -118,7 +129,7 @@ def test_names_the_experts_that_are_broken() -> None:
     for broken in (1, 3):
         ffns[broken].up_FD[0, 0] = torch.nan
     with pytest.raises(MoesaicError, match="not finite") as caught:
-        profile_experts.profile_experts(inputs, ffns)
+        compute_expert_statistics(inputs, ffns, PLAIN)
     assert caught.value.experts == [1, 3]  # type: ignore[attr-defined]
 
 
@@ -127,8 +138,8 @@ def test_grouped_products_with_empty_groups(width: int) -> None:
     x_PD, weight_END = torch.randn(10, width), torch.randn(4, 5, width)
     size_E = torch.tensor([0, 3, 0, 7])
     expected = torch.cat([x_PD[:3] @ weight_END[1].T, x_PD[3:] @ weight_END[3].T])
-    torch.testing.assert_close(profile_experts.grouped_linear(x_PD, weight_END, size_E), expected)
-    gram_EMM = profile_experts.grouped_gram(x_PD, size_E)
+    torch.testing.assert_close(expert_statistics.grouped_linear(x_PD, weight_END, size_E), expected)
+    gram_EMM = expert_statistics.grouped_gram(x_PD, size_E)
     torch.testing.assert_close(gram_EMM[3], x_PD[3:].T @ x_PD[3:])
     assert not gram_EMM[0].any()
 
@@ -136,10 +147,9 @@ def test_grouped_products_with_empty_groups(width: int) -> None:
 def test_products_without_a_grouped_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an old GPU or an old torch."""
     inputs, ffns = experts(16, 12)
-    wanted: dict[str, Any] = {"activation_top_k": 3, "sample": True, "gram": True}
-    grouped = profile_experts.profile_experts(inputs, ffns, **wanted)
-    monkeypatch.setattr(profile_experts, "can_group", lambda rows: False)
-    for ours, twin in zip(
-        profile_experts.profile_experts(inputs, ffns, **wanted), grouped, strict=True
-    ):
+    kind = StatisticsKind(3, sample=True, gram=True)
+    grouped = compute_expert_statistics(inputs, ffns, kind)
+    monkeypatch.setattr(expert_statistics, "can_group", lambda rows: False)
+    ungrouped = compute_expert_statistics(inputs, ffns, kind)
+    for ours, twin in zip(ungrouped, grouped, strict=True):
         assert_same(ours, twin)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.calibration.ffn_inputs import HELD_OUT, Inputs
+from moesaic.calibration.calibration_set import HELD_OUT, Split
+from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.calibration.statistics import PLAIN, StatisticsKind
+from moesaic.families import DenseFFN
 
 CPU = torch.device("cpu")
 
 
 def inputs_of(
     tokens: int, size: int, hold_out: bool, window: int = 1
-) -> tuple[torch.Tensor, Inputs]:
+) -> tuple[torch.Tensor, FFNInputs]:
     x_TD = torch.arange(tokens * 2.0).view(tokens, 2)
-    return x_TD, Inputs(iter(x_TD.split(size)), tokens, hold_out, CPU, CPU, window)
+    split = Split.last_eighth(tokens, window)
+    return x_TD, FFNInputs(iter(x_TD.split(size)), split, hold_out, CPU, CPU)
 
 
 def joined(blocks: object) -> torch.Tensor:
@@ -30,7 +36,7 @@ def test_the_last_eighth_is_held_out_whatever_the_blocks(
 ) -> None:
     x_TD, inputs = inputs_of(tokens, size, hold_out)
     held = max(tokens // HELD_OUT, 1)
-    assert torch.equal(joined(inputs.held()), x_TD[tokens - held :])
+    assert torch.equal(joined(inputs.heldout()), x_TD[tokens - held :])
     if hold_out and tokens >= HELD_OUT:
         assert inputs.hold_out
         assert inputs.tokens == tokens - held
@@ -44,7 +50,7 @@ def test_the_last_eighth_is_held_out_whatever_the_blocks(
 @pytest.mark.parametrize("hold_out", [True, False])
 def test_every_pass_gives_the_same_blocks(hold_out: bool) -> None:
     _, inputs = inputs_of(100, 7, hold_out)
-    for blocks in (inputs.fit, inputs.held):
+    for blocks in (inputs.fit, inputs.heldout):
         first, second = list(blocks()), list(blocks())
         assert [len(x) for x in first] == [len(x) for x in second]
         assert all(0 < len(x) <= 7 for x in first)
@@ -56,14 +62,14 @@ def test_fewer_tokens_than_can_be_split_are_fitted_on_and_measured() -> None:
     x_TD, inputs = inputs_of(7, 3, hold_out=True)
     assert not inputs.hold_out
     assert torch.equal(joined(inputs.fit()), x_TD)
-    assert torch.equal(joined(inputs.held()), x_TD[-1:])
+    assert torch.equal(joined(inputs.heldout()), x_TD[-1:])
 
 
 @pytest.mark.parametrize(("windows", "held"), [(1, 2), (7, 14), (8, 16), (15, 16), (16, 32)])
 def test_whole_windows_are_held_out_where_there_are_eight(windows: int, held: int) -> None:
     """Fewer give the last eighth of their tokens, of the last of them."""
     x_TD, inputs = inputs_of(windows * 16, 48, True, window=16)
-    assert torch.equal(joined(inputs.held()), x_TD[-held:])
+    assert torch.equal(joined(inputs.heldout()), x_TD[-held:])
     assert torch.equal(joined(inputs.fit()), x_TD[:-held])
     assert torch.equal(joined(inputs.all()), x_TD)
 
@@ -75,7 +81,20 @@ def test_apart_holds_out_in_any_case_and_fits_on_evenly_spaced_tokens(hold_out: 
     assert view.hold_out
     assert view.tokens == 35
     assert torch.equal(joined(view.fit()), x_TD[[*range(0, 40, 2), *range(40, 70, 2)]])
-    assert torch.equal(joined(view.held()), x_TD[70:])
+    assert torch.equal(joined(view.heldout()), x_TD[70:])
     assert torch.equal(joined(inputs.apart(70).fit()), x_TD[:70])
     assert inputs.hold_out == hold_out
     assert len(joined(inputs.fit())) == (70 if hold_out else 80)
+
+
+def test_statistics_are_of_the_tokens_to_fit_on_and_known_ones_are_not_computed_again() -> None:
+    x_TD, inputs = inputs_of(80, 40, hold_out=True)
+    ffn = DenseFFN(up_FD=torch.eye(2), down_DF=torch.eye(2), activation="linear")
+    computed = inputs.statistics(ffn, PLAIN)
+    assert computed.tokens == 70
+    assert computed.sum_F.tolist() == x_TD[:70].sum(0).tolist()
+    known = replace(computed, tokens=3)
+    inputs.keep_statistics(PLAIN, known)
+    assert inputs.statistics(ffn, PLAIN) is known
+    assert inputs.statistics(ffn, StatisticsKind(gram=True)).tokens == 70
+    assert inputs.apart(35).statistics(ffn, PLAIN).tokens == 35

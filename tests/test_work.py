@@ -17,7 +17,8 @@ from transformers import (
 )
 
 import moesaic
-from moesaic.conversion.plan import make_plan
+from moesaic.conversion.options import Scope, make_budget
+from moesaic.conversion.plan import Plan, make_plan
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import Macs, count_macs, meta_model
 from moesaic.layout import Layout
@@ -51,10 +52,18 @@ def dense(config: PreTrainedConfig, tokens: int = 1) -> Macs:
     return count_macs(meta_model(config), tokens)
 
 
+def plan_of(
+    config: Any, method: str, layout: str, dense_layers: tuple[int, ...] = (), **settings: Any
+) -> Plan:
+    chosen = moesaic.load_method(method, settings)
+    scope = Scope(dense_layers=dense_layers)
+    return make_plan(config, "a model", chosen, make_budget(layout), scope)
+
+
 def converted(
-    config: PreTrainedConfig, recipe: str | moesaic.Recipe, layout: str, tokens: int = 1
+    config: PreTrainedConfig, method: str, layout: str, tokens: int = 1, **settings: Any
 ) -> Macs:
-    planned = make_plan(config, "a model", recipe, layout).config
+    planned = plan_of(config, method, layout, **settings).config
     return count_macs(meta_model(planned), tokens)
 
 
@@ -90,7 +99,7 @@ def test_llama_2_7b_at_s3a3e8() -> None:
 
 
 def test_the_plan_counts_one_token_before_and_after() -> None:
-    plan = make_plan(LlamaConfig(**TINY), "a model", "cmoe", "S3A3E8")
+    plan = plan_of(LlamaConfig(**TINY), "cmoe", "S3A3E8")
     assert plan.dense_macs == dense(LlamaConfig(**TINY))
     assert plan.macs == converted(LlamaConfig(**TINY), "cmoe", "S3A3E8")
 
@@ -188,15 +197,15 @@ def test_a_tiny_mixture_by_hand() -> None:
 def test_a_linear_router_is_one_matrix_and_thresholds_cost_nothing() -> None:
     """The experts of a token are counted as many as run on average."""
     macs = converted(LlamaConfig(**TINY), "moesaic", "S3A3E8")
-    dynamic = replace(moesaic.RECIPES["moesaic-dynamic"], router="linear")
-    assert converted(LlamaConfig(**TINY), dynamic, "S3A3E8") == macs
+    dynamic = converted(LlamaConfig(**TINY), "moesaic-dynamic", "S3A3E8", directions=0)
+    assert dynamic == macs
     assert macs.router == 3 * 5 * 16
     assert macs.ffn == 3 * 3 * 16 * (18 + 3 * 5)
 
 
 def test_a_quadratic_router_by_hand() -> None:
     """16 directions at most, since x has no more; 136 products of pairs beside x itself."""
-    macs = converted(LlamaConfig(**TINY), "moesaic-quadratic", "S3A3E8")
+    macs = converted(LlamaConfig(**TINY), "moesaic-dynamic", "S3A3E8", directions=24)
     assert macs.router == 3 * (16 * 16 + 5 * (16 + 136))
     macs = converted(LlamaConfig(**TINY), "moesaic-dynamic", "S3A3E8")
     assert macs.router == 3 * (8 * 16 + 5 * (16 + 36))
@@ -204,7 +213,7 @@ def test_a_quadratic_router_by_hand() -> None:
 
 def test_repair_costs_nothing() -> None:
     plain, repaired = (
-        converted(LlamaConfig(**TINY), recipe, "S3A3E8") for recipe in ("static", "static-repaired")
+        converted(LlamaConfig(**TINY), method, "S3A3E8") for method in ("static", "static-repaired")
     )
     assert repaired == plain
 
@@ -309,7 +318,7 @@ def test_a_shared_expert_and_whole_experts_are_counted() -> None:
 def test_an_oracle_counts_as_static_pruning_does(family: str) -> None:
     """As if to know were free: the neurons that run, in the experts and in a shared one."""
     config = tiny_mixture(family).config
-    plans = [make_plan(config, "it", recipe, "S1A2E5") for recipe in ("oracle", "static")]
+    plans = [plan_of(config, method, "S1A2E5") for method in ("oracle", "static")]
     assert plans[0].macs.total == pytest.approx(plans[1].macs.total)
     assert plans[0].macs.total < plans[0].dense_macs.total
 
@@ -318,6 +327,6 @@ def test_an_oracle_counts_as_static_pruning_does(family: str) -> None:
 def test_mixture_layers_that_stay_count_in_whole(kept: tuple[int, ...], fraction: float) -> None:
     """14 of 20 neurons run in each expert of a converted layer, all of them in the others."""
     config = tiny_mixture("qwen3_moe").config
-    plan = make_plan(config, "it", "cmoe", "S2A3E8", dense_layers=kept)
+    plan = plan_of(config, "cmoe", "S2A3E8", kept)
     assert plan.macs.ffn == pytest.approx(fraction * plan.dense_macs.ffn)
     assert plan.macs.active_ffn_fraction == pytest.approx(fraction)

@@ -1,0 +1,59 @@
+"""Linear layers that skip inputs: what stands in for any nn.Linear of a model.
+
+Leaf: this file is copied beside the weights, so it imports torch and transformers only.
+
+Shape suffixes: T tokens, I inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from .projections_moesaic import random_parameter
+from .replacement_moesaic import MoesaicReplacement
+
+
+class MoesaicThresholdedLinear(MoesaicReplacement):
+    """y = W (x where abs(x_i) * input_scale_i > threshold, else 0) + b.
+
+    With `input_scale` of ones the largest inputs count; with the norms of W's columns
+    those that add most. All inputs count at a threshold below 0.
+    """
+
+    threshold: torch.Tensor
+    input_scale: torch.Tensor
+    float32_names = ("threshold", "input_scale")
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, share: float):
+        super().__init__()
+        self.in_features = inputs
+        self.out_features = outputs
+        self.share = share
+        self.weight = random_parameter(outputs, inputs)
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        below_all = torch.tensor(-1.0, dtype=torch.float32)
+        self.register_buffer("threshold", below_all)
+        ones_I = torch.ones(inputs, dtype=torch.float32)
+        self.register_buffer("input_scale", ones_I)
+
+    @classmethod
+    def like(cls, dense: Any, share: float) -> MoesaicThresholdedLinear:
+        """Without weights, of a dense layer's shape."""
+        bias = dense.bias is not None
+        with torch.device("meta"):
+            return cls(dense.in_features, dense.out_features, bias, share)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.abs().float() * self.input_scale
+        counting = torch.where(size > self.threshold, x, 0)
+        return linear(counting, self.weight, self.bias)
+
+    def active_weights(self) -> float:
+        return self.share * self.weight.numel()
+
+
+LINEAR_REPLACEMENTS: dict[str, Any] = {"thresholded": MoesaicThresholdedLinear}

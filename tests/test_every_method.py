@@ -1,0 +1,182 @@
+"""The suite that every method owes, also one that is added without touching the package.
+
+Methods of the table of contents, the one that docs/add_a_method.md shows, and a method for
+linear layers, all as a user has them: by name or as a file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic.errors import MoesaicError
+from moesaic.evaluate.work import count_macs
+from moesaic.methods.base import FFNMethod
+from moesaic.methods.load import load_method
+from moesaic.modeling import MoesaicReplacement
+from tests.families import CONTEXT, tiny_model, tokens
+
+ROOT = Path(__file__).parents[1]
+SHOWN = "docs/add_a_method.md"
+LINEAR = str(ROOT / "tests/method_files/magnitude.py")
+SAVED = [name for name, row in moesaic.METHODS.items() if row.runs is not None]
+METHODS = [*SAVED, SHOWN, LINEAR]
+WINDOWS = tokens(16, CONTEXT, seed=1)
+QUICK = {"layer_budgets": "uniform"}  # where a method has it
+
+
+@pytest.fixture(scope="session")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The method that the documentation shows, as a file of the user's."""
+    page = (ROOT / SHOWN).read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    path = tmp_path_factory.mktemp("methods") / "shown.py"
+    path.write_text(code)
+    return str(path)
+
+
+@pytest.fixture(params=METHODS, ids=lambda name: Path(name).stem)
+def method(request: pytest.FixtureRequest) -> str:
+    if request.param == SHOWN:
+        return str(request.getfixturevalue("shown"))
+    return str(request.param)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    folder = tmp_path / "dense"
+    tiny_model("qwen3").save_pretrained(folder)
+    return folder
+
+
+def has_experts(method: str) -> bool:
+    return isinstance(load_method(method), FFNMethod)
+
+
+def settings_of(method: str) -> dict[str, object]:
+    return {key: QUICK[key] for key in load_method(method).settings if key in QUICK}
+
+
+def convert(model: Any, method: str, keep: float = 0.5, **more: Any) -> Any:
+    """With half of the budget, or all of it."""
+    budget: dict[str, Any] = {"sparsity": 1 - keep}
+    if has_experts(method):
+        budget = {"layout": "S2A2E8" if keep == 0.5 else "S1A7E8"}
+    return moesaic.convert(
+        model, method, calibration=WINDOWS, settings=settings_of(method), **budget, **more
+    )
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens(2, 48, seed=2), use_cache=False).logits
+
+
+def test_nothing_skipped_is_the_dense_model(method: str) -> None:
+    model, report = convert(tiny_model("qwen3"), method, keep=1.0)
+    torch.testing.assert_close(logits(model), logits(tiny_model("qwen3")), rtol=1e-4, atol=1e-4)
+    assert all(layer.relative_error < 1e-8 for layer in report.layers)
+
+
+def test_what_is_skipped_is_missed(method: str) -> None:
+    """Else the test above, and the suite, would tell nothing."""
+    model, report = convert(tiny_model("qwen3"), method)
+    assert not torch.allclose(logits(model), logits(tiny_model("qwen3")), atol=1e-3)
+    assert all(0 < layer.relative_error < 2 for layer in report.layers)
+
+
+def test_the_budget_is_kept(method: str) -> None:
+    """What runs on the calibration text is what the configuration says."""
+    model, report = convert(tiny_model("qwen3"), method)
+    moe = model.config.moesaic
+    assert report.macs == count_macs(model, 1).total
+    shares = shares_that_run(model)
+    if moe.linears is not None:
+        assert sum(shares) / len(shares) == pytest.approx(moe.linears.share, abs=0.05)
+        return
+    assert report.active_ffn_fraction == pytest.approx(0.5, abs=0.05)
+    for share, sizes in zip(shares, moe.sizes, strict=True):
+        if sizes.num_routed:
+            assert share <= sizes.num_active / sizes.num_routed + 0.02
+
+
+def shares_that_run(model: Any) -> list[float]:
+    """Of every replacement's experts, or inputs, on the calibration text."""
+    shares: list[list[float]] = []
+    handles = []
+    for module in model.modules():
+        if not isinstance(module, MoesaicReplacement):
+            continue
+        kept: list[float] = []
+        shares.append(kept)
+
+        def count(module: Any, args: Any, kept: list[float] = kept) -> None:
+            x_TD = args[0].reshape(-1, args[0].shape[-1])
+            if hasattr(module, "input_scale"):
+                runs = x_TD.abs() * module.input_scale > module.threshold
+            elif module.router is not None:
+                runs = module.chosen(x_TD)
+            else:
+                return
+            kept.append(float(runs.float().mean()))
+
+        handles.append(module.register_forward_pre_hook(count))
+    with torch.no_grad():
+        model(input_ids=WINDOWS, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return [sum(kept) / max(len(kept), 1) for kept in shares]
+
+
+def test_saved_and_loaded_it_is_the_same_to_the_last_bit(
+    method: str, dense: Path, tmp_path: Path
+) -> None:
+    model, _ = convert(dense, method, output=tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(logits(model), logits(loaded.eval()))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["moesaic"]["method"]
+    known = load_method(method)
+    assert (said["name"], said["about"]) == (known.name, known.about)
+    assert said["settings"] == known.settings | settings_of(method)
+
+
+def test_the_same_seed_gives_the_same_bytes(method: str, dense: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        convert(dense, method, output=tmp_path / name, command="x")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_bad_input_is_refused_in_one_line(method: str, dense: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    wrong: list[dict[str, Any]] = [
+        {"settings": {"no_such_setting": 1}},
+        {"sparsity": 1.5},
+        {"sparsity": -0.5},
+        {"layout": "S1A9E8"},
+        {"layout": "S1A3E8", "sparsity": 0.5},
+    ]
+    if not has_experts(method):
+        wrong.append({"layout": "S1A3E8"})
+    for choice in wrong:
+        with pytest.raises(MoesaicError) as refusal:
+            moesaic.convert(dense, method, calibration=WINDOWS, output=output, **choice)
+        assert "\n" not in str(refusal.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+
+
+def test_the_shown_method_is_about_twenty_lines_and_no_part_of_the_package(shown: str) -> None:
+    code = [line for line in Path(shown).read_text().splitlines() if line.strip()]
+    method = load_method(shown)
+    assert method.name not in moesaic.METHODS
+    body = [line for line in code if not line.startswith(("from ", "import ", "#", '"""'))]
+    assert len(body) <= 30
