@@ -291,7 +291,7 @@ def test_flops_of_a_method(run: Run) -> None:
 
 def test_help_of_export_names_every_format(run: Run) -> None:
     _, printed, _ = run("export", "--help")
-    for name in importlib.import_module("moesaic.export.run").FORMATS:
+    for name in importlib.import_module("moesaic.export.fits").FORMATS:
         assert name in printed
 
 

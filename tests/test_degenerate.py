@@ -1,4 +1,4 @@
-"""Fitted recipes on damaged models and too few tokens: never NaN, and the report says why."""
+"""Fitted methods on damaged models and too few tokens: never NaN, and the report says why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import moesaic
 from moesaic.families import DenseFFN
 from moesaic.parts.repair import Repair
 from tests.families import CONTEXT, tiny_model, tokens
-from tests.test_fitted_recipes import convert, fitted, logits
+from tests.test_fitted_methods import DYNAMIC, STATIC_REPAIRED, convert, fitted, logits
 
 
 def check_finite(model: Any, report: Any) -> None:
@@ -66,34 +66,34 @@ def huge_neuron(ffn: Any) -> None:
          "huge"],
 )  # fmt: skip
 @fitted
-def test_degenerate_ffns_never_end_in_nan(recipe: str, damage: Callable[[Any], None]) -> None:
+def test_degenerate_ffns_never_end_in_nan(method: Any, damage: Callable[[Any], None]) -> None:
     model = tiny_model("qwen3")
     with torch.no_grad():
         damage(model.model.layers[1].mlp)
-    check_finite(*convert(model, recipe))
+    check_finite(*convert(model, method))
 
 
 @fitted
-def test_text_of_one_repeated_token_never_ends_in_nan(recipe: str) -> None:
+def test_text_of_one_repeated_token_never_ends_in_nan(method: Any) -> None:
     """Inputs and hidden states never vary: every centred Gram matrix is zero up to rounding."""
-    check_finite(*convert(tiny_model("qwen3"), recipe, windows=torch.full((8, CONTEXT), 5)))
+    check_finite(*convert(tiny_model("qwen3"), method, windows=torch.full((8, CONTEXT), 5)))
 
 
 @pytest.mark.parametrize("shape", [(1, CONTEXT), (1, 16), (1, 9), (1, 8), (1, 3), (1, 2), (2, 2)])
 @fitted
 def test_few_tokens_fall_back_to_mean_compensation_and_say_so(
-    recipe: str, shape: tuple[int, int]
+    method: Any, shape: tuple[int, int]
 ) -> None:
     """28 neurons run or more: 56 tokens are needed to fit on, and 64 leave just 56."""
     windows = tokens(*shape, seed=1)
-    model, report = convert(tiny_model("qwen3"), recipe, windows=windows)
+    model, report = convert(tiny_model("qwen3"), method, windows=windows)
     check_finite(model, report)
     count = windows.numel()
     held = max(count // 8, 1)
     for layer in report.layers:
         assert layer.tokens == held
         assert layer.heldout == (count >= 8)
-        neurons = 28 if recipe == "static-repaired" else 52
+        neurons = 28 if method is STATIC_REPAIRED else 52
         if layer.repair != "none":
             few = count - held * layer.heldout < 2 * neurons
             assert layer.repair.startswith("mean" if few else "least squares")
@@ -103,7 +103,7 @@ def test_few_tokens_fall_back_to_mean_compensation_and_say_so(
 
 
 def test_a_layer_with_a_note_says_the_numbers() -> None:
-    _, report = convert(tiny_model("qwen3"), "moesaic-dynamic", windows=tokens(1, 32, seed=1))
+    _, report = convert(tiny_model("qwen3"), DYNAMIC, windows=tokens(1, 32, seed=1))
     said = "least squares needs 104 tokens to fit on, 28 are there: mean compensation instead"
     skipped = "repair skipped: it does not lower the error on held-out tokens"
     notes = [[n for n in layer.notes if "run for none" not in n] for layer in report.layers]
@@ -113,17 +113,17 @@ def test_a_layer_with_a_note_says_the_numbers() -> None:
 
 @fitted
 def test_a_repair_beyond_the_range_of_float16_is_not_made(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
+    method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def overflow(self: Repair, ffn: DenseFFN, kept: object) -> DenseFFN:
         return replace(ffn, down_DF=ffn.down_DF * 1e30)
 
     monkeypatch.setattr(Repair, "apply", overflow)
-    model, report = convert(tiny_model("llama").half(), recipe)
+    model, report = convert(tiny_model("llama").half(), method)
     check_finite(model, report)
     for layer in report.layers:
         assert "repair skipped: it exceeds the range of torch.float16" in layer.notes
-        before = layer.references["static" if recipe == "static-repaired" else "unrepaired"]
+        before = layer.references["static" if method is STATIC_REPAIRED else "unrepaired"]
         assert layer.relative_error == pytest.approx(before, rel=0.05)
 
 
@@ -131,13 +131,13 @@ def test_a_repair_beyond_the_range_of_float16_is_not_made(
 @pytest.mark.parametrize("part", ["up_proj", "down_proj"])
 @fitted
 def test_numbers_too_large_for_float32_are_refused_or_finite(
-    recipe: str, part: str, power: int
+    method: Any, part: str, power: int
 ) -> None:
     model = tiny_model("qwen3")
     with torch.no_grad():
         getattr(model.model.layers[1].mlp, part).weight.mul_(10.0**power)
     try:
-        converted, report = convert(model, recipe)
+        converted, report = convert(model, method)
     except moesaic.MoesaicError:
         return
     check_finite(converted, report)

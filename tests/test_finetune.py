@@ -28,17 +28,17 @@ from moesaic.finetune.defaults import usual_rate
 from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import (
-    PRODUCTS_SHARE,
     blocks_of,
     merge,
     parameter_groups,
     routers_of,
     wrap,
 )
-from moesaic.finetune.masked import all_gates, masked
+from moesaic.finetune.masked import masked, straight_through
 from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.prepare import draw_windows
 from moesaic.finetune.train import RecoveryTrainer, Trained, gather, train
+from moesaic.modeling import MoesaicQuadraticRouter
 from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.stock_models import converted_folder, dense_model, tokenizer
@@ -49,7 +49,9 @@ IDS = tokens(4, CONTEXT, seed=5)
 
 
 def converted(family: str = "qwen3", recipe: str = "moesaic", layout: str = "S2A3E8") -> Any:
-    model, _ = moesaic.convert(tiny_model(family), recipe, layout, tokens(8, CONTEXT, seed=1))
+    more = {"layer_budgets": "uniform"} if recipe == "moesaic-dynamic" else None
+    windows = tokens(8, CONTEXT, seed=1)
+    model, _ = moesaic.convert(tiny_model(family), recipe, layout, windows, settings=more)
     return model
 
 
@@ -87,7 +89,8 @@ def test_wrapping_changes_nothing_and_trains_all_it_should() -> None:
 def test_routers_with_products_learn_slowly() -> None:
     wrapped = wrap(converted(recipe="moesaic-dynamic"), 4, 8, freeze_router=False)
     others, experts, scales, routers = parameter_groups(wrapped, 1.0, 2.0)
-    assert (others["lr"], scales["lr"], routers["lr"]) == (1.0, 2.0, PRODUCTS_SHARE)
+    assert (others["lr"], scales["lr"], routers["lr"]) == (1.0, 2.0, 0.1)
+    assert MoesaicQuadraticRouter.rate_share == 0.1
     assert len(routers["params"]) == 3 * 3, "score_proj, and weight and bias of feature_proj"
     trained = [p for p in wrapped.parameters() if p.requires_grad]
     groups = (others, experts, scales, routers)
@@ -223,7 +226,7 @@ def test_computing_all_experts_under_a_mask_changes_nothing(family: str, recipe:
     assert found[0][1].keys() == found[1][1].keys()
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-3, atol=1e-6, msg=name)
-    assert not any("forward" in vars(block) for block in blocks_of(model))
+    assert all(block.view is None for block in blocks_of(model))
 
 
 def test_the_router_learns_from_experts_that_did_not_run() -> None:
@@ -233,7 +236,9 @@ def test_the_router_learns_from_experts_that_did_not_run() -> None:
     x_TD = torch.randn(40, 32)
     worth_R = torch.tensor([0.0, 1.0, -1.0])
     router.zero_grad()
-    gates_TR = all_gates(router, x_TD)
+    gates_TR = straight_through(
+        router, lambda: router.biased(router.scores(x_TD)), router.gates_of_all(x_TD)
+    )
     index_TK, gate_TK = router(x_TD)
     expected = torch.zeros(40, 3).scatter(1, index_TK, gate_TK)
     torch.testing.assert_close(gates_TR, expected)  # forward, the gates are what they were
@@ -332,7 +337,7 @@ def test_a_folder_holds_all_and_exports(folder: Path, dense: Path, tmp_path: Pat
     kept = json.loads((output / "moesaic_finetune.json").read_text())
     assert len(kept["loads_before"]) == len(kept["loads_after"]) == 3
     model = load_model(output)
-    assert model.config.moesaic["finetune"]["settings"]["samples"] == 64
+    assert model.config.moesaic.finetune["settings"]["samples"] == 64
     moved = [router.selection_bias.abs().max() for router in routers_of(model)]
     assert all(bias > 0 for bias in moved)  # saved with the model
     length, ids = 64, tokenizer()(TEXT)["input_ids"]
@@ -373,7 +378,7 @@ def test_a_teacher_is_tuned_on_the_same_windows_first(
     untuned, _ = moesaic.perplexity(load_model(dense), held, 64)
     assert report.teacher_perplexity < 0.9 * untuned
     assert "Dense model, tuned likewise" in (tmp_path / "out" / "README.md").read_text()
-    assert load_model(tmp_path / "out").config.moesaic["finetune"]["teacher_tuned"]
+    assert load_model(tmp_path / "out").config.moesaic.finetune["teacher_tuned"]
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
@@ -676,7 +681,7 @@ def test_only_whole_steps_and_no_private_paths(tuned_input: dict[str, Any], tmp_
     report = moesaic.finetune(**tuned_input | {"samples": 11, "distill": str(teacher)})
     assert report.settings["samples"] == 8
     tuned = tmp_path / "tuned"
-    assert load_model(tuned).config.moesaic["finetune"]["distill"] == "teacher"
+    assert load_model(tuned).config.moesaic.finetune["distill"] == "teacher"
     for name in ("config.json", "README.md"):
         assert str(tmp_path) not in (tuned / name).read_text("utf-8")
 

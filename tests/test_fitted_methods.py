@@ -313,7 +313,7 @@ def test_sizes_that_contradict_each_other_are_refused(change: dict[str, Any], na
 
 @pytest.mark.parametrize("values", [None, 3, "moesaic", [], {}, {"format": 1}, {"format": "2"}])
 def test_what_is_no_configuration_is_refused(values: Any) -> None:
-    with pytest.raises(ConfigError, match="is damaged|older moesaic"):
+    with pytest.raises(ConfigError, match=r"is damaged|older moesaic"):
         MoEConfig.from_dict(values)
 
 

@@ -9,11 +9,17 @@ import torch
 from torch.nn.functional import silu
 
 import moesaic
-from moesaic.calibration.expert_inputs import Routed
+from moesaic.calibration.calibration_set import Split
+from moesaic.calibration.expert_inputs import ExpertInputs
 from moesaic.conversion.layer_error import LayerReport
 from moesaic.conversion.mixtures import merged
 from moesaic.families import find_ffns
-from moesaic.modeling import MoesaicHierarchy, MoesaicPairProjection
+from moesaic.modeling import (
+    MoesaicHierarchy,
+    MoesaicNeuronCopyRouter,
+    MoesaicPairProjection,
+    MoesaicQuadraticRouter,
+)
 from moesaic.parts.stack import stack_experts, unstack_expert
 from tests import reference
 from tests.families import CONTEXT, HIDDEN, tokens
@@ -23,13 +29,13 @@ WINDOWS = tokens(16, CONTEXT, seed=1)
 CPU = torch.device("cpu")
 
 
-def converted(recipe: str = "cmoe", layout: str = "S3A3E8", **more: Any) -> Any:
-    return moesaic.convert(tiny_mixture("qwen3_moe"), recipe, layout, WINDOWS, **more)[0]
+def converted(method: str = "cmoe", layout: str = "S3A3E8", **more: Any) -> Any:
+    return moesaic.convert(tiny_mixture("qwen3_moe"), method, layout, WINDOWS, **more)[0]
 
 
-def block_of(recipe: str, **more: Any) -> MoesaicHierarchy:
-    model = converted(recipe, **more)
-    block = model.base_model.get_submodule(model.config.moesaic["ffn"]["path"].format(1))
+def block_of(method: str, **more: Any) -> MoesaicHierarchy:
+    model = converted(method, **more)
+    block = model.base_model.get_submodule(model.config.moesaic.replacement_path(1))
     assert isinstance(block, MoesaicHierarchy)
     return block.requires_grad_(True)
 
@@ -49,27 +55,28 @@ def matrices(block: Any) -> tuple[list[Any], list[list[Any]]]:
 def slow_choice(block: Any, x_D: torch.Tensor, expert: int) -> tuple[list[int], list[Any]]:
     """Sub-experts and gates of one pair, from the weights and by hand."""
     router = block.router
+    copies = isinstance(router, MoesaicNeuronCopyRouter)
 
     def rows(part: Any, values: torch.Tensor) -> torch.Tensor:
         y = part.weight[expert, : part.outputs, : part.inputs] @ values
         return y if part.bias is None else y + part.bias[expert, : part.outputs]
 
-    if router.score_proj is None:
+    if copies:
         score_R = silu(rows(router.gate_proj, x_D)) * rows(router.up_proj, x_D)
     else:
         phi = x_D
-        if router.feature_proj is not None:
+        if isinstance(router, MoesaicQuadraticRouter):
             z = rows(router.feature_proj, x_D)
             products = [z[i] * z[j] for i in range(len(z)) for j in range(i, len(z))]
             phi = torch.cat([x_D, torch.stack(products)])
         score_R = rows(router.score_proj, phi)
     gate_R = 1 + score_R.softmax(0) * router.expert_scale[expert]
     # The paper adds the bias to probabilities, where representatives score.
-    value_R = score_R.softmax(0) if router.score_proj is None else score_R
+    value_R = score_R.softmax(0) if copies else score_R
     biased_R = (value_R + router.selection_bias[expert]).detach()
     if expert in block.whole:
         chosen = list(range(len(score_R)))
-    elif router.gating == "topk":
+    elif router.chooser == "topk":
         chosen = biased_R.topk(router.num_active).indices.tolist()
     else:
         (chosen,) = reference.threshold_choice(biased_R[None].numpy(), router.cap)
@@ -77,12 +84,12 @@ def slow_choice(block: Any, x_D: torch.Tensor, expert: int) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("recipe", ["cmoe", "moesaic", "moesaic-dynamic"])
+@pytest.mark.parametrize("method", ["cmoe", "moesaic", "moesaic-dynamic"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_outputs_and_gradients_equal_the_double_loop(
-    implementation: str, recipe: str, whole: bool
+    implementation: str, method: str, whole: bool
 ) -> None:
-    block: Any = block_of(recipe, **({"experts": [0, 3]} if whole else {}))
+    block: Any = block_of(method, **({"experts": [0, 3]} if whole else {}))
     assert block.whole == ([1, 2] if whole else [])
     block.experts.config._experts_implementation_internal = implementation
     with torch.no_grad():
@@ -141,9 +148,9 @@ def test_the_selection_bias_changes_who_runs_and_never_a_gate() -> None:
 
 
 def test_a_pair_projection_by_hand() -> None:
-    """Each pair meets the rows of its own expert: 2 experts, 1 output, 2 inputs."""
-    config = converted().config
-    part = MoesaicPairProjection(config, 2, 1, bias=True, exact=True)
+    """Each pair meets the rows of its own expert: 4 experts, 1 output, 2 inputs."""
+    part = MoesaicPairProjection(4, 2, 1, bias=True, exact=True)
+    part.config = config = converted().config
     with torch.no_grad():
         part.weight.zero_()
         part.weight[0, 0, :2], part.weight[3, 0, :2] = (
@@ -159,22 +166,25 @@ def test_a_pair_projection_by_hand() -> None:
         assert y.tolist() == [[17], [3], [30]]
 
 
-@pytest.mark.parametrize("recipe", ["cmoe", "moesaic-dynamic", "static"])
+@pytest.mark.parametrize("method", ["cmoe", "moesaic-dynamic", "static"])
 @pytest.mark.parametrize("experts", [None, [1, 2]])
-def test_stacking_is_undone_to_the_last_bit(recipe: str, experts: list[int] | None) -> None:
-    model = converted(recipe, experts=experts)
-    config = model.config
-    block = model.base_model.get_submodule(config.moesaic["ffn"]["path"].format(2))
-    if recipe == "static" and experts:  # a whole expert is wider than the others' own blocks
-        one = unstack_expert(block, config, 1)
-        assert one.shared_expert.down_proj.weight.shape == (HIDDEN, config.moesaic["shared_size"])
+def test_stacking_is_undone_to_the_last_bit(method: str, experts: list[int] | None) -> None:
+    model = converted(method, experts=experts)
+    moe = model.config.moesaic
+    block = model.base_model.get_submodule(moe.replacement_path(2))
+    assert block.whole == moe.outer.whole_experts(2) == ([0, 3] if experts else [])
+    if method == "static" and experts:  # a whole expert is wider than the others' own blocks
+        one = unstack_expert(block, 1)
+        width = moe.sizes_of(2).shared
+        assert one.shared_expert.down_proj.weight.shape == (HIDDEN, width)
+        assert width < moe.sizes_of(2).total
         return
-    ones = [unstack_expert(block, config, expert).state_dict() for expert in range(OUTER)]
-    again = stack_experts(ones, config, 2).state_dict()
+    ones = [unstack_expert(block, expert).state_dict() for expert in range(OUTER)]
+    again = stack_experts(ones, moe.block, moe.sizes_of(2), moe.outer, block.whole).state_dict()
     assert again.keys() == block.state_dict().keys()
     assert all(torch.equal(again[name], value) for name, value in block.state_dict().items())
     x, expert = torch.randn(7, HIDDEN), 2
-    alone = unstack_expert(block, config, expert)(x)
+    alone = unstack_expert(block, expert)(x)
     among = block(x, torch.full((7, 1), expert), torch.ones(7, 1))
     if expert not in block.whole:
         torch.testing.assert_close(among, alone, rtol=1e-5, atol=1e-6)
@@ -189,14 +199,14 @@ def test_tokens_are_sorted_by_expert_once_and_held_out_by_window() -> None:
     index[:, 1] = torch.where(index[:, 0] == index[:, 1], 1, index[:, 1])
     weight = torch.rand(64, ACTIVE)
     calls = list(zip(x.split(24), index.split(24), weight.split(24), strict=True))
-    routed = Routed(calls, OUTER, True, CPU, CPU, window=8)
+    routed = ExpertInputs(calls, OUTER, Split.last_eighth(64, window=8), True, CPU, CPU)
     for expert in range(OUTER):
         mine = [t for t in range(64) if expert in index[t]]
         assert routed.tokens_of[expert].tolist() == mine
         if mine:
             inputs = routed.inputs(expert)
             assert torch.equal(torch.cat(list(inputs.fit())), x[[t for t in mine if t < 56]])
-            assert torch.equal(torch.cat(list(inputs.held())), x[[t for t in mine if t >= 56]])
+            assert torch.equal(torch.cat(list(inputs.heldout())), x[[t for t in mine if t >= 56]])
     assert torch.equal(torch.cat([call[0] for call in routed.all()]), x)
     assert torch.equal(torch.cat([call[1] for call in routed.all()]), index)
 
@@ -235,8 +245,8 @@ def test_conversion_is_sequential_through_converted_experts() -> None:
     """Which experts later layers are sent tokens by depends on the layers before."""
     one, two = tiny_mixture("mixtral"), tiny_mixture("mixtral")
     reports = [
-        moesaic.convert(m, recipe, "S1A1E8", WINDOWS)[1]
-        for m, recipe in ((one, "random"), (two, "static"))
+        moesaic.convert(m, method, "S1A1E8", WINDOWS)[1]
+        for m, method in ((one, "random"), (two, "static"))
     ]
     counts = [[[row["tokens"] for row in layer.experts] for layer in r.layers] for r in reports]
     assert counts[0][0] == counts[1][0]

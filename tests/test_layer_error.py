@@ -169,9 +169,13 @@ def test_references_equal_a_double_loop(family: str, intercept: bool | None) -> 
         "random": lost(layer, [best(row, active) for row in noise]),
         "neuron-oracle": lost(layer, [best(row, active) for row in contributions]),
     }
-    if intercept is not None:
+    if intercept is None:  # fitted to be measured, on a sample that holds all tokens here
+        kept = [Kept(layer.static_N)]
+        (repair,) = choose_repairs(layer.inputs, layer.ffn, kept, "least-squares", False)
+    else:
         assert report.repair.startswith("least squares")
-        expected["static-repaired"] = fitted.made.static_repair.error_after
+        repair = fitted.made.static_repair
+    expected["static-repaired"] = repair.error_after
     assert report.references == pytest.approx(expected, rel=1e-3)
     assert report.references["neuron-oracle"] < report.references["random"]
     assert report.references["oracle"] <= report.references["unrepaired"]
@@ -182,17 +186,29 @@ def test_references_equal_a_double_loop(family: str, intercept: bool | None) -> 
 def test_the_repaired_layer_has_the_error_that_the_choice_saw(family: str, intercept: bool) -> None:
     layer = random_layer(family)
     fitted = layer.fitted(intercept)
-    report = layer.report(fitted)
-    assert report.relative_error == pytest.approx(fitted.made.repair.error_after, rel=1e-3)
-    assert report.references["unrepaired"] == pytest.approx(
-        fitted.made.repair.error_before, rel=1e-3
-    )
-    assert report.references["static"] == pytest.approx(
-        fitted.made.static_repair.error_before, rel=1e-3
-    )
+    report, made = layer.report(fitted), fitted.made
+    assert report.relative_error == pytest.approx(made.repair.error_after, rel=1e-3)
+    assert report.references["unrepaired"] == pytest.approx(made.repair.error_before, rel=1e-3)
+    assert report.references["static"] == pytest.approx(made.static_repair.error_before, rel=1e-3)
     assert report.relative_error < report.references["unrepaired"]
-    assert report.repair == fitted.made.repair.candidate.name
+    assert report.repair == made.repair.candidate.name
     assert report.notes[0] == "said"
+
+
+def test_a_replacement_of_which_nothing_is_known_has_the_references_that_it_can_have() -> None:
+    """Static pruning keeps the neurons of largest contribution on the tokens to fit on."""
+    layer = random_layer("llama")
+    dense = layer.ffn
+    x_TD = torch.cat(list(layer.inputs.fit()))
+    norm2_F = dense.down_DF.square().sum(0)
+    contribution_F = (dense.hidden(x_TD).square().sum(0) * norm2_F).tolist()
+    chosen = best(contribution_F, SHARED + K * M)
+    report = layer.report(lambda x_TD: dense.output(dense.hidden(x_TD)))
+    assert report.relative_error == pytest.approx(0, abs=1e-10)
+    assert set(report.references) == {"static", "static-repaired", "random", "neuron-oracle"}
+    assert report.references["static"] == pytest.approx(lost(layer, [chosen] * HELD), rel=1e-4)
+    assert report.references["static-repaired"] < report.references["static"]
+    assert (report.repair, report.router_recall, report.kept_energy) == (None, None, [])
 
 
 @pytest.mark.parametrize("most", [None, 10])

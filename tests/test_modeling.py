@@ -15,9 +15,9 @@ from tests import reference
 from tests.families import CONTEXT, tiny_model, tokens
 
 
-def block_of(family: str = "llama", layout: str = "S3A3E8", recipe: str = "cmoe") -> Any:
-    model, _ = moesaic.convert(tiny_model(family), recipe, layout, tokens(2, CONTEXT, seed=1))
-    path = model.config.moesaic["ffn"]["path"].format(1)
+def block_of(family: str = "llama", layout: str = "S3A3E8", method: str = "cmoe") -> Any:
+    model, _ = moesaic.convert(tiny_model(family), method, layout, tokens(2, CONTEXT, seed=1))
+    path = model.config.moesaic.replacement_path(1)
     return model.base_model.get_submodule(path).requires_grad_(True)
 
 
@@ -110,7 +110,7 @@ def test_the_scale_adds_its_probability() -> None:
 
 
 def test_cmoe_code_ranks_by_absolute_scores_of_unit_rows() -> None:
-    router = block_of("qwen3", recipe="cmoe-code").router
+    router = block_of("qwen3", method="cmoe-code").router
     assert (router.scores(torch.randn(20, 32)) >= 0).all()
     norms = torch.cat([router.gate_proj.weight.norm(dim=1), router.up_proj.weight.norm(dim=1)])
     torch.testing.assert_close(norms, torch.ones(10))
@@ -177,9 +177,12 @@ def test_half_precision_keeps_scale_and_bias_in_float32(dtype: torch.dtype, tmp_
     assert ((gate > 1) & (gate < 1.01)).all()
 
 
-@pytest.mark.parametrize("recipe", ["cmoe", "moesaic", "moesaic-dynamic"])
-def test_a_routers_state_is_more_than_a_weight(recipe: str) -> None:
+@pytest.mark.parametrize("method", ["cmoe", "moesaic", "moesaic-dynamic", "moesaic-neurons"])
+def test_a_routers_state_is_more_than_a_weight(method: str) -> None:
     """vLLM's Transformers backend replaces a router whose only state is `weight` by its own."""
-    names = set(block_of(recipe=recipe).router.state_dict())
-    assert {"expert_scale", "selection_bias"} < names
+    router = block_of(method=method).router
+    names = set(router.state_dict())
+    assert set(router.float32_names) < names
+    assert "selection_bias" in names
+    assert ("expert_scale" in names) == (method != "moesaic-neurons")
     assert "weight" not in names

@@ -5,7 +5,6 @@ Shape suffixes: T tokens, R routed experts.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,23 @@ from hypothesis import strategies as st
 from torch.nn.functional import silu
 
 import moesaic
-from moesaic.parts.thresholds import thresholds
+from moesaic.methods.load import load_method
+from moesaic.methods.moesaic import Moesaic, MoesaicDynamic
+from moesaic.modeling import MoesaicLinearRouter, MoesaicQuadraticRouter
+from moesaic.parts.thresholds import budget_thresholds, soft_choice, thresholds
 from tests import reference
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.test_modeling import matrices
 
-FITTED = ["moesaic", "moesaic-dynamic", "moesaic-quadratic"]
+UNIFORM = {"layer_budgets": "uniform"}
+BY_THRESHOLD = {
+    "linear": MoesaicDynamic(directions=0, **UNIFORM),
+    "dynamic": MoesaicDynamic(**UNIFORM),
+    "quadratic": MoesaicDynamic(directions=24, **UNIFORM),
+}
+FITTED = {"top-k": Moesaic()} | BY_THRESHOLD
+any_method = pytest.mark.parametrize("method", FITTED.values(), ids=FITTED)
+by_threshold = pytest.mark.parametrize("method", BY_THRESHOLD.values(), ids=BY_THRESHOLD)
 
 
 def exceed(score_TR: torch.Tensor, threshold_R: torch.Tensor) -> list[int]:
@@ -93,18 +103,57 @@ def test_all_tokens_pass_whatever_the_size_of_scores(largest: float) -> None:
     assert exceed(score_TR + largest, thresholds(score_TR + largest, 1.0)) == [50] * 3
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 60), st.integers(1, 6), st.floats(0, 1), st.booleans(), st.integers(0, 10**6))
+def test_budgets_are_met_from_below(
+    tokens: int, experts: int, share: float, one_at_least: bool, seed: int
+) -> None:
+    """With loads that are equal, as many pairs run as fit; one token more for each does not."""
+    score_TR = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    mean_active = max(share * experts, 1.0 if one_at_least else 0.0)
+
+    def count(threshold_R: torch.Tensor) -> int:
+        runs_TR = score_TR > threshold_R
+        extra = (~runs_TR.any(1)).sum() if one_at_least else 0
+        return int(runs_TR.sum() + extra)
+
+    threshold_R = budget_thresholds(score_TR, mean_active, count)
+    loads = exceed(score_TR, threshold_R)
+    assert len(set(loads)) == 1
+    if loads[0]:
+        assert count(threshold_R) <= mean_active * tokens
+    if loads[0] < tokens:
+        more_R = thresholds(score_TR, (loads[0] + 1) / tokens)
+        assert loads[0] + 1 == tokens or count(more_R) > mean_active * tokens
+
+
+def test_all_experts_run_where_the_budget_is_all() -> None:
+    threshold_R = budget_thresholds(torch.randn(9, 3), 3, lambda _: 0)
+    assert (threshold_R == -1e30).all()
+
+
+def test_a_soft_choice_by_hand() -> None:
+    """A spread of 1 around 3, and a width of 0.3 of that."""
+    value_TR = torch.tensor([[2.0, 4.0], [4.0, 2.0]])
+    high = 1 / (1 + np.exp(-1 / 0.3))
+    expected = torch.tensor([[1 - high, high], [high, 1 - high]], dtype=torch.float32)
+    torch.testing.assert_close(soft_choice(value_TR, 3.0), expected)
+    torch.testing.assert_close(soft_choice(value_TR * 9, 27.0), expected)
+
+
 # --- who runs ----------------------------------------------------------------------------------
 
 
-def block_of(recipe: str, family: str = "qwen3", layout: str = "S3A3E8", **more: Any) -> Any:
-    changed = replace(moesaic.RECIPES[recipe], **more)
-    model, _ = moesaic.convert(tiny_model(family), changed, layout, tokens(4, CONTEXT, seed=1))
-    path = model.config.moesaic["ffn"]["path"].format(1)
+def block_of(method: Any, family: str = "qwen3", layout: str = "S3A3E8", **more: Any) -> Any:
+    calibration = tokens(4, CONTEXT, seed=1)
+    changed = load_method(method, more)
+    model, _ = moesaic.convert(tiny_model(family), changed, layout, calibration)
+    path = model.config.moesaic.replacement_path(1)
     return model.base_model.get_submodule(path).requires_grad_(True)
 
 
 def router_with(cap: int | None, experts: int = 5) -> Any:
-    router = block_of("moesaic-dynamic", cap=cap).router
+    router = block_of(BY_THRESHOLD["dynamic"], cap=cap).router
     assert router.selection_bias.shape == (experts,)
     return router
 
@@ -139,9 +188,9 @@ def test_a_cap_of_more_experts_than_there_are_is_no_cap() -> None:
     assert router.choose(torch.randn(4, 5)).all()
 
 
-@pytest.mark.parametrize("recipe", FITTED)
-def test_pairs_are_what_choose_says_in_order_of_tokens(recipe: str) -> None:
-    router = block_of(recipe).router
+@any_method
+def test_pairs_are_what_choose_says_in_order_of_tokens(method: Any) -> None:
+    router = block_of(method).router
     x = torch.randn(40, 32)
     with torch.no_grad():
         router.expert_scale.normal_()
@@ -154,10 +203,10 @@ def test_pairs_are_what_choose_says_in_order_of_tokens(recipe: str) -> None:
         torch.testing.assert_close(gate, expected)
 
 
-def first_layer(recipe: str, layout: str, **more: Any) -> tuple[Any, torch.Tensor]:
+def first_layer(method: Any, layout: str) -> tuple[Any, torch.Tensor]:
     """The first layer's router, and its scores of the tokens it was fitted to: 7 of 8 windows."""
     model, seen, windows = tiny_model("qwen3"), [], tokens(8, CONTEXT, seed=1)
-    moesaic.convert(model, replace(moesaic.RECIPES[recipe], **more), layout, windows)
+    moesaic.convert(model, method, layout, windows)
     block = model.model.layers[0].mlp
     block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
@@ -166,19 +215,19 @@ def first_layer(recipe: str, layout: str, **more: Any) -> tuple[Any, torch.Tenso
     return block.router, block.router.scores(x).detach()
 
 
-@pytest.mark.parametrize("recipe", ["moesaic-dynamic", "moesaic-quadratic"])
-def test_every_expert_passes_its_threshold_for_as_many_tokens(recipe: str) -> None:
+@by_threshold
+def test_every_expert_passes_its_threshold_for_as_many_tokens(method: Any) -> None:
     """Up to one token, since the layer's input is rounded anew."""
-    router, score_TR = first_layer(recipe, "S3A3E8")
+    router, score_TR = first_layer(method, "S3A3E8")
     above_R = (score_TR + router.selection_bias > 0).sum(0)
     assert above_R.max() - above_R.min() <= 2
 
 
 @pytest.mark.parametrize("layout", ["S3A3E8", "S1A1E8", "S0A1E13", "S0A6E13"])
-@pytest.mark.parametrize("recipe", ["moesaic-dynamic", "moesaic-quadratic"])
-def test_the_mean_number_of_experts_is_the_budget(recipe: str, layout: str) -> None:
+@by_threshold
+def test_the_mean_number_of_experts_is_the_budget(method: Any, layout: str) -> None:
     """Counting those that run because no expert passes its threshold: a token runs one at least."""
-    router, score_TR = first_layer(recipe, layout)
+    router, score_TR = first_layer(method, layout)
     counts_T = router.choose(score_TR).sum(1).float()
     assert counts_T.min() >= 1
     assert counts_T.mean() == pytest.approx(router.num_active, rel=0.01)
@@ -190,12 +239,13 @@ def test_the_mean_number_of_experts_is_the_budget(recipe: str, layout: str) -> N
 def test_linear_scores_are_a_matrix_product() -> None:
     router = block_of("moesaic").router
     x = torch.randn(9, 32)
-    assert router.feature_proj is None
+    assert type(router) is MoesaicLinearRouter
     torch.testing.assert_close(router.scores(x), x @ router.score_proj.weight.T)
 
 
 def test_quadratic_features_are_products_of_pairs_after_the_input() -> None:
-    router = block_of("moesaic-quadratic", features=5).router
+    router = block_of(BY_THRESHOLD["quadratic"], directions=5).router
+    assert type(router) is MoesaicQuadraticRouter
     x = torch.randn(9, 32)
     z = x @ router.feature_proj.weight.T + router.feature_proj.bias
     products = [z[:, i] * z[:, j] for i in range(5) for j in range(i, 5)]
@@ -205,7 +255,7 @@ def test_quadratic_features_are_products_of_pairs_after_the_input() -> None:
 
 
 def test_bfloat16_scores_are_computed_in_float32() -> None:
-    router = block_of("moesaic-quadratic").router
+    router = block_of(BY_THRESHOLD["quadratic"]).router
     x = torch.randn(9, 32).bfloat16()
     router.score_proj.bfloat16()
     router.feature_proj.bfloat16()
@@ -221,11 +271,11 @@ def test_bfloat16_scores_are_computed_in_float32() -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("count", [1, 2, 17])
-@pytest.mark.parametrize("recipe", ["moesaic-dynamic", "moesaic-quadratic"])
+@by_threshold
 def test_outputs_and_gradients_equal_the_loop_over_tokens(
-    recipe: str, implementation: str, count: int
+    method: Any, implementation: str, count: int
 ) -> None:
-    block = block_of(recipe, cap=4)
+    block = block_of(method, cap=4)
     block.experts.config._experts_implementation_internal = implementation
     with torch.no_grad():
         block.router.expert_scale.normal_()
@@ -255,7 +305,7 @@ def test_outputs_and_gradients_equal_the_loop_over_tokens(
 
 def test_tokens_run_different_numbers_of_experts() -> None:
     """Else the tests above would check top-k again."""
-    router = block_of("moesaic-dynamic").router
+    router = block_of(BY_THRESHOLD["dynamic"]).router
     counts = router.choose(router.scores(torch.randn(200, 32))).sum(1)
     assert len(set(counts.tolist())) >= 3
 

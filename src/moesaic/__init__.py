@@ -55,7 +55,7 @@ _HOMES = {
     "MoesaicError": "moesaic.errors",
     "compare": "moesaic.comparison.compare",
     "convert": "moesaic.conversion.convert",
-    "explain": "moesaic.export.run",
+    "explain": "moesaic.export.fits",
     "export": "moesaic.export.run",
     "finetune": "moesaic.finetune.run",
     "load_method": "moesaic.methods.load",

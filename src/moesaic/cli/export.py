@@ -25,7 +25,7 @@ def export_command(
     ],
     format: Annotated[
         str | None,
-        # As in moesaic.export.run.FORMATS, which is too slow to import for a help text.
+        # As in moesaic.export.fits.FORMATS, which is too slow to import for a help text.
         typer.Option(help="glm4_moe, qwen2_moe, gguf or gguf-qwen2moe."),
     ] = None,
     output: Annotated[
@@ -94,7 +94,7 @@ def export_command(
 
 def _explain(model: str, json_file: Path | None, trust_remote_code: bool) -> None:
     quieten()
-    from moesaic.export.run import explain
+    from moesaic.export.fits import explain
 
     found = explain(model, trust_remote_code)
     table = Table("format", "fits", "why not", title=model)

@@ -1,5 +1,6 @@
-"""Converted models as stock MoE architectures, which engines run unmodified."""
+"""Converted models as stock architectures, for engines that know nothing of moesaic."""
 
-from moesaic.export.run import FORMATS, ExportReport, explain, export
+from moesaic.export.fits import FORMATS, explain
+from moesaic.export.run import ExportReport, export
 
 __all__ = ["FORMATS", "ExportReport", "explain", "export"]

@@ -6,17 +6,12 @@ Leaf: this file is copied beside the weights, so it imports transformers only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .moe_config_moesaic import MoEConfig
-
-# Called with every family's class once it is made; modeling_moesaic adds itself here.
-ON_NEW_CLASS: list[Callable[[type[MoesaicConfig]], None]] = []
-MADE_CLASSES: list[type[MoesaicConfig]] = []
 
 
 class MoesaicConfig(PreTrainedConfig):
@@ -76,9 +71,13 @@ def config_class_for(base_model_type: str) -> type[MoesaicConfig]:
     _Config.base_model_type = base_model_type
     _Config.__name__ = "MoesaicConfig"
     _Config.__qualname__ = "MoesaicConfig"
-    MADE_CLASSES.append(_Config)
-    for listener in ON_NEW_CLASS:
-        listener(_Config)
+
+    # Not at the top, since that file imports this one. An import all the same: the
+    # code beside the weights is what this file imports, and transformers has to know
+    # the family's models as soon as it has read a configuration.
+    from .modeling_moesaic import register_model_classes
+
+    register_model_classes(_Config)
     return _Config
 
 

@@ -46,15 +46,19 @@ class _SeamExperts(nn.Module):
         return self.down_proj.new_zeros(self.down_proj.shape[:2])
 
     @property
+    def first_name(self) -> str:
+        return "gate_up_proj" if self.has_gate else "up_proj"
+
+    @property
     def first_matrix(self) -> torch.Tensor:
         """Gate and up of every expert (R, 2 M, D), or up alone (R, M, D)."""
-        name = "gate_up_proj" if self.has_gate else "up_proj"
-        return self.get_parameter(name)
+        # No parameter of its own where PEFT adds to it.
+        matrix: torch.Tensor = getattr(self, self.first_name)
+        return matrix
 
     @property
     def first_bias(self) -> torch.Tensor | None:
-        name = "gate_up_proj_bias" if self.has_gate else "up_proj_bias"
-        return getattr(self, name, None)
+        return getattr(self, f"{self.first_name}_bias", None)
 
     def forward(
         self,

@@ -5,14 +5,14 @@ Leaf: this file is copied beside the weights, so it imports torch and transforme
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .block_moesaic import MoesaicBlock
-from .configuration_moesaic import MADE_CLASSES, ON_NEW_CLASS, MoesaicConfig
+from .configuration_moesaic import MoesaicConfig
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
 from .moe_config_moesaic import MoEConfig
 from .neurons_moesaic import MoesaicNeuronRouter, MoesaicNeurons
@@ -124,9 +124,6 @@ class _Front(PreTrainedModel):
     """What `auto_map` names: hands over to the class made for the family."""
 
     config_class = MoesaicConfig
-    # Its families' classes by configuration class: transformers puts the front itself
-    # into its own table when a model is loaded with trust_remote_code.
-    _of_family: ClassVar[dict[type[MoesaicConfig], Any]]
 
     @classmethod
     def from_pretrained(
@@ -134,23 +131,21 @@ class _Front(PreTrainedModel):
     ) -> Any:
         if config is None:
             config = MoesaicConfig.from_pretrained(path)
-        model_class = cls._of_family[type(config)]
+        model_class = cls._auto._model_mapping[type(config)]
         return model_class.from_pretrained(path, *args, config=config, **kwargs)
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
-        model_class = cls._of_family[type(config)]
+        model_class = cls._auto._model_mapping[type(config)]
         return model_class._from_config(config, **kwargs)
 
 
 class MoesaicModel(_Front):
     _auto = AutoModel
-    _of_family: ClassVar[dict[type[MoesaicConfig], Any]] = {}
 
 
 class MoesaicForCausalLM(_Front):
     _auto = AutoModelForCausalLM
-    _of_family: ClassVar[dict[type[MoesaicConfig], Any]] = {}
 
 
 def register_model_classes(config_class: type[MoesaicConfig]) -> None:
@@ -172,10 +167,4 @@ def register_model_classes(config_class: type[MoesaicConfig]) -> None:
         ]
         _Model.__name__ = front.__name__
         _Model.__qualname__ = front.__name__
-        front._of_family[config_class] = _Model
         front._auto.register(config_class, _Model, exist_ok=True)
-
-
-for _made in MADE_CLASSES:
-    register_model_classes(_made)
-ON_NEW_CLASS.append(register_model_classes)

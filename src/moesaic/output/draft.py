@@ -27,7 +27,6 @@ from filelock import FileLock, Timeout
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers.dynamic_module_utils import custom_object_save
 
 from moesaic.errors import MoesaicError
 from moesaic.output.atomic import (
@@ -290,7 +289,6 @@ def finish(
         write_file(folder / name, text)
     _write_index(folder, state, located, names)
     model.config.save_pretrained(folder)
-    custom_object_save(model, folder)  # the model's code, beside the configuration's
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
