@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moesaic.errors import MoesaicError
 
@@ -39,11 +40,11 @@ class Split:
 class CalibrationSet:
     """Windows of token ids (N, L); the last of them are held out of every fit."""
 
-    windows_NL: torch.Tensor
+    windows_NL: Tensor
 
     @classmethod
     def sample(
-        cls, ids: torch.Tensor, samples: int, length: int, seed: int
+        cls, ids: Tensor, samples: int, length: int, seed: int
     ) -> CalibrationSet:
         """Windows at random places of a text, drawn with the seed (paper, Section 5.1).
 
@@ -89,7 +90,7 @@ class CalibrationSet:
         """The same cut, by token."""
         return Split.last_eighth(self.tokens, self.length)
 
-    def heldout(self, most: int) -> torch.Tensor:
+    def heldout(self, most: int) -> Tensor:
         """At most so many of the windows that are held out; the last one at least."""
         count = max(heldout_windows(self.samples), 1)
         return self.windows_NL[-min(count, most) :]

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.calibration.hidden_states import Stream
 from moesaic.errors import MoesaicError
@@ -58,7 +59,7 @@ def blame_a_layer(stream: Stream) -> None:
     check_inputs(stream, len(stream.ffns.layers))
 
 
-def check_vocabulary(model: Any, ids: torch.Tensor) -> None:
+def check_vocabulary(model: Any, ids: Tensor) -> None:
     """Raises MoesaicError for token ids that the model does not know."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if int(ids.max()) >= vocabulary or int(ids.min()) < 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from moesaic.calibration.calibration_set import Split
 from moesaic.calibration.ffn_inputs import FFNInputs
@@ -26,7 +27,7 @@ class ExpertInputs:
 
     def __init__(
         self,
-        calls: Iterable[tuple[torch.Tensor, ...]],
+        calls: Iterable[tuple[Tensor, ...]],
         experts: int,
         split: Split,
         hold_out: bool,
@@ -48,7 +49,7 @@ class ExpertInputs:
         token_P = order_P // self.index_TO.shape[1]
         self.tokens_of = token_P.split(count_E.tolist())
 
-    def all(self) -> Iterator[tuple[torch.Tensor, ...]]:
+    def all(self) -> Iterator[tuple[Tensor, ...]]:
         """Calls of all tokens, block by block."""
         tensors = (self.x_TD, self.index_TO, self.weight_TO)
         blocks = [tensor.split(BLOCK_TOKENS) for tensor in tensors]
@@ -73,6 +74,6 @@ class ExpertInputs:
             split = Split.last_eighth(count)
         return self._inputs(self.x_TD[token_P], split)
 
-    def _inputs(self, x_TD: torch.Tensor, split: Split) -> FFNInputs:
+    def _inputs(self, x_TD: Tensor, split: Split) -> FFNInputs:
         blocks = x_TD.split(BLOCK_TOKENS)
         return FFNInputs(blocks, split, self.hold_out, self.storage, self.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from moesaic.calibration.ffn_inputs import FFNInputs
@@ -42,7 +42,7 @@ class BrokenExpertsError(MoesaicError):
 class _Block:
     """Rows sorted by expert; of each expert how many came before and how many now."""
 
-    x_PD: torch.Tensor
+    x_PD: Tensor
     seen_E: list[int]
     size_E: list[int]
 
@@ -75,9 +75,9 @@ def compute_expert_statistics(
     gram_EMM = None
     if kind.gram:
         gram_EMM = torch.zeros(count, neurons, neurons, device=device)
-    marks: list[torch.Tensor] = []
-    sample_x: list[torch.Tensor] = []
-    sample_h: list[torch.Tensor] = []
+    marks: list[Tensor] = []
+    sample_x: list[Tensor] = []
+    sample_h: list[Tensor] = []
     sampled_E = [0] * count
     for block in _packed(inputs):
         x_PD = block.x_PD
@@ -141,7 +141,7 @@ def _packed(inputs: Sequence[FFNInputs]) -> Iterator[_Block]:
     count = len(inputs)
     seen_E = [0] * count
     size_E = [0] * count
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     for e, expert_inputs in enumerate(inputs):
         for x_TD in expert_inputs.fit():
             for part_TD in x_TD.split(BLOCK_PAIRS):
@@ -156,7 +156,7 @@ def _packed(inputs: Sequence[FFNInputs]) -> Iterator[_Block]:
         yield _Block(torch.cat(parts), seen_E, size_E)
 
 
-def _sums(values_PM: torch.Tensor, size_E: torch.Tensor) -> torch.Tensor:
+def _sums(values_PM: Tensor, size_E: Tensor) -> Tensor:
     """Sums of each expert's rows (E, M), in the same order every time.
 
     Atomic additions are not.
@@ -164,9 +164,7 @@ def _sums(values_PM: torch.Tensor, size_E: torch.Tensor) -> torch.Tensor:
     return torch.segment_reduce(values_PM, "sum", lengths=size_E, axis=0)
 
 
-def grouped_linear(
-    x_PD: torch.Tensor, weight_END: torch.Tensor, size_E: torch.Tensor
-) -> torch.Tensor:
+def grouped_linear(x_PD: Tensor, weight_END: Tensor, size_E: Tensor) -> Tensor:
     """x W_e^T (P, N) for rows sorted by expert, `size_E` of each; 2 P N D FLOPs."""
     if can_group(x_PD):
         ends_E = size_E.cumsum(0, dtype=torch.int32)
@@ -175,7 +173,7 @@ def grouped_linear(
     return torch.cat([nn.functional.linear(x_TD, weight) for x_TD, weight in parts])
 
 
-def grouped_gram(h_PM: torch.Tensor, size_E: torch.Tensor) -> torch.Tensor:
+def grouped_gram(h_PM: Tensor, size_E: Tensor) -> Tensor:
     """h_e^T h_e (E, M, M) for rows sorted by expert; 2 P M^2 FLOPs."""
     if can_group(h_PM):
         ends_E = size_E.cumsum(0, dtype=torch.int32)

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from moesaic.calibration.calibration_set import Split
 from moesaic.calibration.statistics import (
@@ -28,7 +29,7 @@ class FFNInputs:
 
     def __init__(
         self,
-        blocks: Iterable[torch.Tensor],
+        blocks: Iterable[Tensor],
         split: Split,
         hold_out: bool,
         storage: torch.device,
@@ -38,8 +39,8 @@ class FFNInputs:
         self.device = device
         self.hold_out = hold_out and split.can_hold_out
         self.tokens = split.first_heldout if self.hold_out else split.tokens
-        self._fit: list[torch.Tensor] = []
-        self._heldout: list[torch.Tensor] = []
+        self._fit: list[Tensor] = []
+        self._heldout: list[Tensor] = []
         self._known: dict[StatisticsKind, Statistics] = {}
         start = 0
         for x_TD in blocks:
@@ -60,17 +61,17 @@ class FFNInputs:
         view._known = {}
         return view
 
-    def all(self) -> Iterator[torch.Tensor]:
+    def all(self) -> Iterator[Tensor]:
         """Blocks of all tokens."""
         for x_TD in [*self._fit, *self._heldout]:
             yield x_TD.to(self.device)
 
-    def fit(self) -> Iterator[torch.Tensor]:
+    def fit(self) -> Iterator[Tensor]:
         """Blocks of the tokens to fit on."""
         for x_TD in self._fit if self.hold_out else [*self._fit, *self._heldout]:
             yield x_TD.to(self.device)
 
-    def heldout(self) -> Iterator[torch.Tensor]:
+    def heldout(self) -> Iterator[Tensor]:
         """Blocks of the last tokens of the split."""
         for x_TD in self._heldout:
             yield x_TD.to(self.device)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.errors import MoesaicError
 from moesaic.families import SUPPORTED, FFNs
@@ -34,7 +34,7 @@ class LayerCall:
 class Stream:
     """The hidden states of all calibration tokens, at the entrance of the current layer."""
 
-    def __init__(self, ffns: FFNs, ids_NL: torch.Tensor, device: torch.device):
+    def __init__(self, ffns: FFNs, ids_NL: Tensor, device: torch.device):
         self.ffns, self.device = ffns, device
         self.block = max(1, BLOCK_TOKENS // ids_NL.shape[1])
         # One sample is enough to see what layers are called with: samples have equal length and
@@ -51,11 +51,11 @@ class Stream:
             self.hidden_NLD[start : start + self.block] = _bypass(ffns, part_BL)[0]
         self._additive: dict[type[nn.Module], bool] = {}
 
-    def ffn_inputs(self, layer: int) -> Iterator[torch.Tensor]:
+    def ffn_inputs(self, layer: int) -> Iterator[Tensor]:
         """Yields the inputs x (T, D) of a layer's FFN block by block; see `ffn_calls`."""
         return (x.reshape(-1, x.shape[-1]) for x, *_ in self.ffn_calls(layer))
 
-    def ffn_calls(self, layer: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    def ffn_calls(self, layer: int) -> Iterator[tuple[Tensor, ...]]:
         """Yields what a layer's FFN is called with, block by block: x, and what a router chose.
 
         Where the layer's last step is to add what its FFN gives, the hidden states are left just
@@ -84,7 +84,7 @@ class Stream:
     def advance(
         self,
         layer: int,
-        calls: Iterable[torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
+        calls: Iterable[Tensor | tuple[Tensor, ...]] | None = None,
     ) -> None:
         """Passes all tokens through a layer, or on from the inputs that its FFN has been given."""
         if calls is not None and self._is_additive(layer):
@@ -103,12 +103,12 @@ class Stream:
 
     def module_inputs(
         self, layer: int, paths: Sequence[str]
-    ) -> dict[str, list[torch.Tensor]]:
+    ) -> dict[str, list[Tensor]]:
         """The inputs (T, I) of modules inside a layer, by path, for all tokens.
 
         One pass through the layer; the hidden states stay where they are.
         """
-        seen: dict[str, list[torch.Tensor]] = {path: [] for path in paths}
+        seen: dict[str, list[Tensor]] = {path: [] for path in paths}
         handles = []
         for path in paths:
             module = self.ffns.base.get_submodule(path)
@@ -121,15 +121,15 @@ class Stream:
                 handle.remove()
         return seen
 
-    def _blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _blocks(self) -> Iterator[tuple[int, Tensor]]:
         for start in range(0, len(self.hidden_NLD), self.block):
             yield start, self.hidden_NLD[start : start + self.block].to(self.device)
 
     @torch.no_grad()
-    def _call(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _call(self, layer: int, hidden: Tensor) -> Tensor:
         call = self.calls[layer]
         args, kwargs = send_to_device((call.args, call.kwargs), self.device)
-        output: torch.Tensor = self.ffns.layers[layer](hidden, *args, **kwargs)
+        output: Tensor = self.ffns.layers[layer](hidden, *args, **kwargs)
         return output
 
     @torch.no_grad()
@@ -151,12 +151,12 @@ class Stream:
         return self._additive[kind]
 
     def _without_ffn(
-        self, layer: int, hidden: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        self, layer: int, hidden: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """What a layer's FFN is called with, and the layer's output if the FFN gave zeros."""
         ffn, seen = self.ffns.replaced(layer), []
 
-        def silent(*call: torch.Tensor) -> torch.Tensor:
+        def silent(*call: Tensor) -> Tensor:
             seen.append(call)
             return torch.zeros_like(call[0])
 
@@ -171,10 +171,10 @@ class Stream:
                 ffn.forward = kept
         return seen[0], output
 
-    def _until_ffn(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _until_ffn(self, layer: int, hidden: Tensor) -> tuple[Tensor, ...]:
         """What a layer's FFN is called with; nothing after it is run."""
 
-        def stop(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             raise _ReachedFFN(inputs)
 
         handle = self.ffns.replaced(layer).register_forward_pre_hook(stop)
@@ -187,10 +187,10 @@ class Stream:
         raise RuntimeError(f"layer {layer} never called its FFN {self.ffns.ffn_path!r}")
 
 
-def _keep_input(kept: list[torch.Tensor]) -> Callable[..., None]:
+def _keep_input(kept: list[Tensor]) -> Callable[..., None]:
     """A hook that keeps what a module is called with, a row for each token."""
 
-    def keep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0]
         kept.append(x.reshape(-1, x.shape[-1]))
 
@@ -199,18 +199,18 @@ def _keep_input(kept: list[torch.Tensor]) -> Callable[..., None]:
 
 class _ReachedFFN(Exception):
     # Not an error: the way out of the layer once its FFN's input is known.
-    def __init__(self, call: tuple[torch.Tensor, ...]):
+    def __init__(self, call: tuple[Tensor, ...]):
         super().__init__()
         self.call = call
 
 
 @torch.no_grad()
-def _bypass(ffns: FFNs, ids_BL: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
+def _bypass(ffns: FFNs, ids_BL: Tensor) -> tuple[Tensor, list[LayerCall]]:
     """Runs the base model with every layer skipped: what enters layer 0, and every layer's call."""
-    seen: list[torch.Tensor] = []
+    seen: list[Tensor] = []
     calls: list[LayerCall] = []
 
-    def skip(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(hidden_states)
         calls.append(LayerCall(args, kwargs))
         return hidden_states
@@ -239,7 +239,7 @@ def _storage(needed: int, device: torch.device) -> torch.device:
 
 
 @torch.no_grad()
-def check_stream(ffns: FFNs, ids_NL: torch.Tensor) -> None:
+def check_stream(ffns: FFNs, ids_NL: Tensor) -> None:
     """Makes sure that running layer by layer is what the model does, on a few tokens.
 
     Raises MoesaicError for a family whose layers cannot be run one by one: they return more than
@@ -248,7 +248,7 @@ def check_stream(ffns: FFNs, ids_NL: torch.Tensor) -> None:
     few_NL = ids_NL[:2, :32]
     few_NL = torch.cat([few_NL, few_NL.flip(1)])
     device = next(ffns.base.parameters()).device
-    outputs: list[torch.Tensor] = []
+    outputs: list[Tensor] = []
     handle = ffns.layers[-1].register_forward_hook(
         lambda *call: outputs.append(call[2])
     )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
@@ -49,9 +50,9 @@ class Statistics:
     energy_F: NDArray[np.float64]  # sum over tokens of h squared
     sum_F: NDArray[np.float64]  # sum over tokens of h
     active: csr_array | None = None
-    gram_FF: torch.Tensor | None = None  # sum over tokens of h h^T
-    sample_x_SD: torch.Tensor | None = None
-    sample_h_SF: torch.Tensor | None = None
+    gram_FF: Tensor | None = None  # sum over tokens of h h^T
+    sample_x_SD: Tensor | None = None
+    sample_h_SF: Tensor | None = None
 
     @property
     def count_F(self) -> NDArray[np.int64]:
@@ -68,7 +69,7 @@ PLAIN = StatisticsKind()
 
 @torch.no_grad()
 def compute_statistics(
-    blocks: Iterable[torch.Tensor],
+    blocks: Iterable[Tensor],
     ffn: DenseFFN,
     kind: StatisticsKind = PLAIN,
     tokens_to_come: int = SAMPLE_TOKENS,
@@ -88,9 +89,9 @@ def compute_statistics(
     sum_F = torch.zeros_like(energy_F)
     gram_FF = torch.zeros(neurons, neurons, device=device) if kind.gram else None
     tokens = 0
-    marks: list[torch.Tensor] = []
-    sample_x: list[torch.Tensor] = []
-    sample_h: list[torch.Tensor] = []
+    marks: list[Tensor] = []
+    sample_x: list[Tensor] = []
+    sample_h: list[Tensor] = []
     for x_TD in blocks:
         if kind.normalise:
             x_TD = torch.nn.functional.normalize(x_TD, dim=-1)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.demo import DEMO_SPLITS, demo_documents
 from moesaic.errors import MoesaicError
@@ -218,7 +219,7 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def encode(tokenizer: Any, documents: list[str]) -> torch.Tensor:
+def encode(tokenizer: Any, documents: list[str]) -> Tensor:
     """Token ids of all documents in one row.
 
     Joined by blank lines, as the paper's code does. The tokenizer adds its special
@@ -229,12 +230,12 @@ def encode(tokenizer: Any, documents: list[str]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
-def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> torch.Tensor:
+def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> Tensor:
     """Token ids from text, or ids as they are.
 
     `source` is a SOURCE, a list of strings, a `datasets.Dataset` or a tensor of ids.
     """
-    if isinstance(source, torch.Tensor):
+    if isinstance(source, Tensor):
         return _checked_ids(source)
     texts = _texts_of(source, heldout)
     if any(not isinstance(text, str | None) for text in texts):
@@ -251,7 +252,7 @@ def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> torch.Tensor:
     return encode(tokenizer, documents)
 
 
-def _checked_ids(ids: torch.Tensor) -> torch.Tensor:
+def _checked_ids(ids: Tensor) -> Tensor:
     row_or_windows = ids.ndim in (1, 2) and ids.numel() > 0
     if not row_or_windows or ids.is_floating_point():
         raise MoesaicError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet, check_samples
 from moesaic.calibration.checks import check_vocabulary, check_weights
@@ -172,7 +173,7 @@ def run_comparison(
 class _Evaluation:
     """The texts that every model is measured on."""
 
-    texts: dict[str, torch.Tensor]
+    texts: dict[str, Tensor]
     length: int
     max_tokens: int
 
@@ -322,7 +323,7 @@ class _Results:
 
 def _read_texts(
     options: CompareOptions, tokenizer: Any, length: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Calibration ids, and the ids of every text; no text is among the former."""
     source = options.calibration
     ids = to_ids(source, tokenizer)
@@ -347,7 +348,7 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in names}
 
 
-def _digest(ids: torch.Tensor) -> str:
+def _digest(ids: Tensor) -> str:
     return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.calibration.calibration_set import HELD_OUT, CalibrationSet
 from moesaic.calibration.checks import check_on
@@ -51,7 +52,7 @@ Budgets = tuple[int, ...]
 class Trial:
     """What an expert more is worth in every layer (L,), and the KL divergence."""
 
-    value_L: torch.Tensor
+    value_L: Tensor
     divergence: float
 
 
@@ -154,8 +155,8 @@ def _trial_set(plan: Plan, calibration: CalibrationSet) -> CalibrationSet:
 def marginal_values(
     model: Any,
     blocks: list[MoesaicReplacement],
-    probe_NL: torch.Tensor,
-    wanted: list[torch.Tensor],
+    probe_NL: Tensor,
+    wanted: list[Tensor],
 ) -> Trial:
     """m_l of every block (L,), and the KL divergence from the `wanted` logits (1, T, V) of windows.
 
@@ -196,12 +197,10 @@ def marginal_values(
     return Trial(value_L, loss)
 
 
-def _shifted(shift: torch.Tensor, layer: int, bump_L: list[torch.Tensor]) -> View:
+def _shifted(shift: Tensor, layer: int, bump_L: list[Tensor]) -> View:
     """A view whose gates rise near the threshold with `shift`, a 0."""
 
-    def gates(
-        router: Any, values: Callable[[], torch.Tensor], gate_TR: torch.Tensor
-    ) -> torch.Tensor:
+    def gates(router: Any, values: Callable[[], Tensor], gate_TR: Tensor) -> Tensor:
         with torch.no_grad():
             soft_TR = soft_choice(values())
             bump_TR = soft_TR * (1 - soft_TR)
@@ -224,7 +223,7 @@ def _without_gradients(model: Any) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def moved(share_L: torch.Tensor, value_L: torch.Tensor, least: float) -> torch.Tensor:
+def moved(share_L: Tensor, value_L: Tensor, least: float) -> Tensor:
     """Shares of the same mean, by at most about STEP larger where an expert is worth more.
 
     They stay within [least, 1].
@@ -245,7 +244,7 @@ def moved(share_L: torch.Tensor, value_L: torch.Tensor, least: float) -> torch.T
     return (share_L + step_L + high).clamp(least, 1)
 
 
-def whole_budgets(share_L: torch.Tensor, routed: int, total: int) -> tuple[int, ...]:
+def whole_budgets(share_L: Tensor, routed: int, total: int) -> tuple[int, ...]:
     """Whole experts (at least 1, at most `routed`) of the given sum, by the largest remainders."""
     exact = [float(share) * routed for share in share_L]
     budgets = [min(max(int(value), 1), routed) for value in exact]

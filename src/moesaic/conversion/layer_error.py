@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.ffn_inputs import FFNInputs
@@ -88,15 +89,15 @@ class LayerReport:
 class _Routing:
     """Experts that run, those that the oracle runs (T, R), and all experts' energies."""
 
-    chosen_TR: torch.Tensor
-    best_TR: torch.Tensor
-    energy_TR: torch.Tensor
+    chosen_TR: Tensor
+    best_TR: Tensor
+    energy_TR: Tensor
 
 
 class _Yardstick:
     """The dense FFN's output on the measured tokens, and errors against it."""
 
-    def __init__(self, ffn: DenseFFN, x_TD: torch.Tensor):
+    def __init__(self, ffn: DenseFFN, x_TD: Tensor):
         self.x_TD = x_TD
         self.h_TF = ffn.hidden(x_TD).float()
         self.down_FD = ffn.down_DF.float().T
@@ -104,11 +105,11 @@ class _Yardstick:
         energy = self.dense_TD.square().sum(dtype=torch.float64).item()
         self.energy = max(energy, 1e-30)
 
-    def error(self, y_TD: torch.Tensor) -> float:
+    def error(self, y_TD: Tensor) -> float:
         difference_TD = y_TD - self.dense_TD
         return difference_TD.square().sum(dtype=torch.float64).item() / self.energy
 
-    def masked_error(self, mask_TF: torch.Tensor) -> float:
+    def masked_error(self, mask_TF: Tensor) -> float:
         return self.error((self.h_TF * mask_TF) @ self.down_FD)
 
 
@@ -165,7 +166,7 @@ def measure_layer(
 
 def _static_neurons(
     made: Made, inputs: FFNInputs, ffn: DenseFFN, sizes: Sizes
-) -> torch.Tensor:
+) -> Tensor:
     if made.static_N is not None:
         return made.static_N
     statistics = inputs.statistics(ffn, PLAIN)
@@ -174,7 +175,7 @@ def _static_neurons(
 
 
 def _static_repair(
-    made: Made, inputs: FFNInputs, ffn: DenseFFN, static_N: torch.Tensor, sizes: Sizes
+    made: Made, inputs: FFNInputs, ffn: DenseFFN, static_N: Tensor, sizes: Sizes
 ) -> Repair:
     if made.static_repair is not None:
         return made.static_repair
@@ -183,7 +184,7 @@ def _static_repair(
 
 
 def _static_references(
-    yardstick: _Yardstick, static_N: torch.Tensor, repair: Repair
+    yardstick: _Yardstick, static_N: Tensor, repair: Repair
 ) -> dict[str, float]:
     """Errors of the best neurons alone, without and with their repair."""
     h_TN = yardstick.h_TF[:, static_N]
@@ -212,9 +213,7 @@ def _token_references(
     }
 
 
-def _neuron_mask(
-    partition: Partition, runs_TR: torch.Tensor, like_TF: torch.Tensor
-) -> torch.Tensor:
+def _neuron_mask(partition: Partition, runs_TR: Tensor, like_TF: Tensor) -> Tensor:
     """1.0 for each of the dense FFN's neurons that runs for a token, else 0.0."""
     neurons_N = torch.from_numpy(partition.neurons_N).to(like_TF.device)
     mask_TF = torch.zeros_like(like_TF)
@@ -257,7 +256,7 @@ def _add_routing(report: LayerReport, routing: _Routing, sizes: Sizes) -> None:
         )
 
 
-def largest(values_TF: torch.Tensor, count: int) -> torch.Tensor:
+def largest(values_TF: Tensor, count: int) -> Tensor:
     """1 where a value is among the `count` largest of its row, 0 elsewhere."""
     smallest = values_TF.shape[1] - count
     few = min(count, smallest)  # of the fewer, since topk sorts what it finds

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.calibration.expert_inputs import ExpertInputs
 from moesaic.calibration.expert_statistics import (
@@ -47,7 +47,7 @@ class WholeFFN(nn.Module):
         super().__init__()
         self.ffn = ffn
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: Tensor) -> Tensor:
         return self.ffn.output(self.ffn.hidden(x_TD))
 
 
@@ -59,9 +59,7 @@ class MixtureParts(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     @torch.no_grad()
-    def forward(
-        self, x_TD: torch.Tensor, index_TO: torch.Tensor, weight_TO: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TD: Tensor, index_TO: Tensor, weight_TO: Tensor) -> Tensor:
         expert_P = index_TO.reshape(-1)
         weight_P = weight_TO.reshape(-1)
         order_P = expert_P.argsort(stable=True)

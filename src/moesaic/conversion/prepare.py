@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from moesaic.calibration.calibration_set import (
     MOST_TOKENS,
@@ -35,7 +35,7 @@ TOKENS_PER_NEURON = 12
 class ValidationText:
     """Text that a conversion does not see: perplexities are measured on it."""
 
-    ids: torch.Tensor
+    ids: Tensor
     name: str
 
 
@@ -51,7 +51,7 @@ class Prepared:
     length: int  # tokens of a window that perplexities are measured on
 
     @property
-    def windows_NL(self) -> torch.Tensor:
+    def windows_NL(self) -> Tensor:
         return self.calibration.windows_NL
 
 
@@ -105,8 +105,8 @@ def usual_samples(plan: Plan, length: int) -> int:
 
 
 def hold_out(
-    ids: torch.Tensor, source: Any, tokenizer: Any, length: int
-) -> tuple[torch.Tensor, ValidationText | None]:
+    ids: Tensor, source: Any, tokenizer: Any, length: int
+) -> tuple[Tensor, ValidationText | None]:
     """The ids to calibrate or train on, and text apart from them, if there is enough.
 
     That is the source's own split, or the last tenth of the tokens.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moesaic.errors import MoesaicError
@@ -26,7 +27,7 @@ _CHUNK = 256  # tokens whose logits are held in float32 at once
 @torch.no_grad()
 def perplexity(
     model: Any,
-    ids: torch.Tensor,
+    ids: Tensor,
     sequence_length: int,
     max_tokens: int | None = None,
     progress: Callable[[int], Any] | None = None,
@@ -73,7 +74,7 @@ def perplexity(
     return math.exp(min(total / count, 700.0)), count
 
 
-def _windows(ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
+def _windows(ids: Tensor, length: int) -> Iterator[Tensor]:
     whole = len(ids) // length * length
     if whole:
         yield from ids[:whole].view(-1, length).split(max(1, _BATCH_TOKENS // length))

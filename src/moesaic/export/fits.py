@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe
@@ -65,7 +65,7 @@ def check_fits(model: str | Path, format: str, reasons: list[str]) -> None:
         raise MoesaicError(f"{model} does not fit {format}: {'; '.join(reasons)}")
 
 
-def trained_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+def trained_parts(tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Which parts of routers, that a conversion leaves at zero, are not."""
     found = set()
     for key, tensor in tensors:
@@ -75,7 +75,7 @@ def trained_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     return found
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """These parts of a local model, read from its shards."""
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.export.gguf_vocab import read_vocabulary
@@ -63,8 +64,8 @@ def supports(config: Any, tokenizer: Any, architecture: str) -> list[str]:
 
 
 def qwen2moe_route(
-    logit_TR: torch.Tensor, bias_R: torch.Tensor, num_active: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logit_TR: Tensor, bias_R: Tensor, num_active: int
+) -> tuple[Tensor, Tensor]:
     """llama.cpp's router for qwen2moe: gates are not normalised, W_down makes up for 1/R."""
     p_TK, index_TK = logit_TR.softmax(1).topk(num_active, dim=1)
     return index_TK, p_TK * logit_TR.shape[1]
@@ -183,9 +184,7 @@ def _shapes(stock: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     return ((key, tuple(tensor.shape)) for key, tensor in _tensors(stock, "meta"))
 
 
-def _tensors(
-    stock: Any, device: str | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(stock: Any, device: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under GGUF's name for it, in one order; on `meta`, for its shape alone."""
     config = stock.config
     names = gguf.get_tensor_name_map(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Glm4MoeConfig
 
@@ -57,9 +58,7 @@ def warnings(config: Any) -> list[str]:
     ]
 
 
-def route(
-    logit_TR: torch.Tensor, bias_R: torch.Tensor, num_active: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logit_TR: Tensor, bias_R: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
     """What the stock router does: experts by sigmoid + bias, gates normalised to a sum of K."""
     p_TR = logit_TR.sigmoid()
     index_TK = (p_TR + bias_R / 4).topk(num_active, dim=1).indices
@@ -92,7 +91,7 @@ def stock_config(config: Any, dtype: torch.dtype) -> Glm4MoeConfig:
     )
 
 
-def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
+def stock_state(model: Any, factors: list[float]) -> dict[str, Tensor]:
     """The weights by this architecture's names; sigmoid has a slope of 1/4 at 0, so bias / 4."""
     state = common_state(model)
     own, written = _head_dims(model.config)
@@ -126,7 +125,7 @@ def _head_dims(config: Any) -> tuple[int, int]:
     return own, own if config.base_model_type == "qwen3" else max(own, NARROWEST)
 
 
-def _wider(name: str, weight: torch.Tensor, own: int, written: int) -> torch.Tensor:
+def _wider(name: str, weight: Tensor, own: int, written: int) -> Tensor:
     """A weight of the attention with zeros after every head's dimensions; others as they are.
 
     Scores are divided by the root of the written dimensions: the queries make up for it.

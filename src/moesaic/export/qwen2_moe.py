@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Qwen2MoeConfig
 
 from moesaic.export.stock import (
@@ -53,9 +54,7 @@ def warnings(config: Any) -> list[str]:
     return found
 
 
-def route(
-    logit_TR: torch.Tensor, bias_R: torch.Tensor, num_active: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logit_TR: Tensor, bias_R: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
     """What the stock router does: experts by softmax, gates normalised; W_down makes up for K."""
     p_TK, index_TK = logit_TR.softmax(1).topk(num_active, dim=1)
     return index_TK, p_TK / p_TK.sum(1, keepdim=True) * num_active
@@ -82,7 +81,7 @@ def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
     )
 
 
-def stock_state(model: Any, factors: list[float]) -> dict[str, torch.Tensor]:
+def stock_state(model: Any, factors: list[float]) -> dict[str, Tensor]:
     """The weights by this architecture's names.
 
     Gates are 1/K, so the routed W_down is K times ours; the shared expert's gate is sigmoid(0) =

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moesaic.calibration.text import to_ids
@@ -202,7 +203,7 @@ def _load(options: ExportOptions) -> tuple[Any, str]:
 
 
 def _choose_scales(
-    options: ExportOptions, model: Any, ids: torch.Tensor, length: int
+    options: ExportOptions, model: Any, ids: Tensor, length: int
 ) -> list[Scale]:
     """The scale of every layer's scores, on a text."""
     num_active = sizes_of(model.config).num_active
@@ -264,7 +265,7 @@ def _check_faithful(
     options: ExportOptions,
     model: Any,
     stock: Any,
-    ids: torch.Tensor,
+    ids: Tensor,
     length: int,
     scales: list[Scale],
 ) -> None:

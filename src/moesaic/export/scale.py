@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moesaic.errors import MoesaicError
 
@@ -24,7 +25,7 @@ GATE_ERROR = 2.1e-4
 MOST_CHANGED = 1 / 2000  # share of tokens above which eight times as much is spent
 
 # Scaled scores (T, R) and scaled selection bias (R,) to chosen experts and their gates (T, K).
-Route = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+Route = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Scale:
     changed: float
 
 
-def chosen(index_TK: torch.Tensor, num_routed: int) -> torch.Tensor:
+def chosen(index_TK: Tensor, num_routed: int) -> Tensor:
     """Whether each expert runs (T, R)."""
     none_TR = torch.zeros(
         len(index_TK), num_routed, dtype=torch.bool, device=index_TK.device
@@ -50,9 +51,9 @@ def chosen(index_TK: torch.Tensor, num_routed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def choose_scale(
-    x_TD: torch.Tensor,
-    weight_RD: torch.Tensor,
-    bias_R: torch.Tensor,
+    x_TD: Tensor,
+    weight_RD: Tensor,
+    bias_R: Tensor,
     num_active: int,
     route: Route,
     epsilon: float | None = None,

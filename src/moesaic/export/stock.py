@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.modeling import MoEConfig, Sizes
@@ -128,7 +129,7 @@ def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def common_state(model: Any) -> dict[str, torch.Tensor]:
+def common_state(model: Any) -> dict[str, Tensor]:
     """Every weight outside the MoE blocks, by Llama's names: views.
 
     Phi-3's joint projections are cut; a head that is tied to the embeddings is one of its own.
@@ -176,7 +177,7 @@ def blocks(model: Any) -> list[Any]:
     return [base.get_submodule(moe.replacement_path(layer)) for layer in moe.layers]
 
 
-def shared_weights(block: Any, size: int) -> dict[str, torch.Tensor]:
+def shared_weights(block: Any, size: int) -> dict[str, Tensor]:
     """The shared expert's weights, filled up with neurons of zero to `size` of them."""
     experts_down = block.experts.down_proj
     hidden = experts_down.shape[1]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.export.scale import chosen
@@ -33,7 +34,7 @@ class Comparison:
 
 @torch.no_grad()
 def compare_models(
-    model: Any, stock: Any, ids: torch.Tensor, length: int, most_tokens: int
+    model: Any, stock: Any, ids: Tensor, length: int, most_tokens: int
 ) -> Comparison:
     """Logits and choices on SAMPLES windows, perplexity on at most `most_tokens` of the text.
 
@@ -79,9 +80,9 @@ def compare_models(
 
 
 @contextmanager
-def calls(modules: list[Any]) -> Iterator[list[tuple[torch.Tensor, Any]]]:
+def calls(modules: list[Any]) -> Iterator[list[tuple[Tensor, Any]]]:
     """What each module is given and gives, in their order."""
-    seen: list[tuple[torch.Tensor, Any]] = []
+    seen: list[tuple[Tensor, Any]] = []
     handles = [
         module.register_forward_hook(
             lambda module, args, output: seen.append((args[0], output))
@@ -96,9 +97,9 @@ def calls(modules: list[Any]) -> Iterator[list[tuple[torch.Tensor, Any]]]:
 
 
 @torch.no_grad()
-def router_inputs(model: Any, ids: torch.Tensor, length: int) -> list[torch.Tensor]:
+def router_inputs(model: Any, ids: Tensor, length: int) -> list[Tensor]:
     """Inputs (T, D) of every layer's router on a text, in windows of `length`."""
-    found: list[list[torch.Tensor]] = [[] for _ in blocks(model)]
+    found: list[list[Tensor]] = [[] for _ in blocks(model)]
     for window_L in ids.split(length):
         with calls([block.router for block in blocks(model)]) as seen:
             model(input_ids=window_L[None], use_cache=False)

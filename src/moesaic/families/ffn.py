@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear, normalize
 from transformers.activations import ACT2FN
 
@@ -21,13 +22,13 @@ class DenseFFN:
     belongs to the output.
     """
 
-    up_FD: torch.Tensor
-    down_DF: torch.Tensor
+    up_FD: Tensor
+    down_DF: Tensor
     activation: str
-    gate_FD: torch.Tensor | None = None
-    up_bias_F: torch.Tensor | None = None
-    gate_bias_F: torch.Tensor | None = None
-    down_bias_D: torch.Tensor | None = None
+    gate_FD: Tensor | None = None
+    up_bias_F: Tensor | None = None
+    gate_bias_F: Tensor | None = None
+    down_bias_D: Tensor | None = None
 
     @property
     def gated(self) -> bool:
@@ -37,7 +38,7 @@ class DenseFFN:
     def intermediate_size(self) -> int:
         return self.up_FD.shape[0]
 
-    def hidden(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def hidden(self, x_TD: Tensor) -> Tensor:
         """Hidden state h (T, F) of each token; 2 or 4 T D F FLOPs."""
         up_TF = linear(x_TD, self.up_FD, self.up_bias_F)
         if self.gate_FD is None:
@@ -49,17 +50,17 @@ class DenseFFN:
         # In place, so that no third (T, F) is held.
         return gates_TF.mul_(up_TF)
 
-    def gates(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def gates(self, x_TD: Tensor) -> Tensor:
         """act(gate x) (T, F), by which up x is multiplied; for an FFN with a gate."""
         assert self.gate_FD is not None
         return self._activate(linear(x_TD, self.gate_FD, self.gate_bias_F))
 
-    def _activate(self, x_TF: torch.Tensor) -> torch.Tensor:
+    def _activate(self, x_TF: Tensor) -> Tensor:
         activation: Any = ACT2FN[self.activation]
-        activated_TF: torch.Tensor = activation(x_TF)
+        activated_TF: Tensor = activation(x_TF)
         return activated_TF
 
-    def output(self, h_TF: torch.Tensor) -> torch.Tensor:
+    def output(self, h_TF: Tensor) -> Tensor:
         """F(x) (T, D) from the hidden state; 2 T D F FLOPs."""
         return linear(h_TF, self.down_DF, self.down_bias_D)
 
@@ -69,7 +70,7 @@ class DenseFFN:
         gate_FD = None if self.gate_FD is None else normalize(self.gate_FD, dim=1)
         return replace(self, up_FD=up_FD, gate_FD=gate_FD)
 
-    def subset(self, index_N: torch.Tensor) -> DenseFFN:
+    def subset(self, index_N: Tensor) -> DenseFFN:
         """The FFN of some neurons, in the order given; the output bias stays."""
         chosen: dict[str, Any] = {
             name: tensor[index_N]
@@ -79,11 +80,11 @@ class DenseFFN:
         chosen["down_DF"] = self.down_DF[:, index_N]
         return replace(self, **chosen)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         return {
             name: value
             for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, Tensor)
         }
 
     def to(self, device: torch.device) -> DenseFFN:

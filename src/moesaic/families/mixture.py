@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.errors import MoesaicError
 from moesaic.families.ffn import DenseFFN
@@ -198,7 +198,7 @@ def _unlike(experts: Any) -> str | None:
 
 def _is_stack(weight: Any) -> bool:
     """Whether it is one matrix an expert."""
-    return isinstance(weight, torch.Tensor) and weight.ndim == 3
+    return isinstance(weight, Tensor) and weight.ndim == 3
 
 
 def _check_layer(mixtures: Mixtures, layer: int, path: str) -> None:
@@ -280,15 +280,13 @@ def _check_beside(mixtures: Mixtures, layer: int) -> None:
         )
 
 
-def _run_beside(
-    mixtures: Mixtures, layer: int, x_TD: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_beside(mixtures: Mixtures, layer: int, x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """What the shared expert is called with and returns when its parent is run."""
     assert mixtures.beside_path is not None
     parent_path = mixtures.ffn_path.rpartition(".")[0]
     parent = mixtures.layers[layer].get_submodule(parent_path)
     shared = mixtures.layers[layer].get_submodule(mixtures.beside_path)
-    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    calls: list[tuple[Tensor, Tensor]] = []
     handle = shared.register_forward_hook(
         lambda _, inputs, output: calls.append((inputs[0], output))
     )

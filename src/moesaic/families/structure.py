@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
@@ -148,24 +148,24 @@ class FFNs(LayerStack):
         return DenseFFN(activation=self.activation, **parts)
 
 
-def _weight(projection: Any) -> torch.Tensor:
+def _weight(projection: Any) -> Tensor:
     """The weight with a row for each output."""
-    weight: torch.Tensor = projection.weight.detach()
+    weight: Tensor = projection.weight.detach()
     return weight.T if isinstance(projection, Conv1D) else weight
 
 
-def _bias(projection: Any) -> torch.Tensor | None:
-    bias: torch.Tensor | None = projection.bias
+def _bias(projection: Any) -> Tensor | None:
+    bias: Tensor | None = projection.bias
     return None if bias is None else bias.detach()
 
 
 def _gate_and_up(
-    fused: torch.Tensor | None, fused_bias: torch.Tensor | None
-) -> dict[str, torch.Tensor | None]:
+    fused: Tensor | None, fused_bias: Tensor | None
+) -> dict[str, Tensor | None]:
     """Gate and up of a projection that holds the rows of both."""
     assert fused is not None
     gate, up = fused.chunk(2)
-    parts: dict[str, torch.Tensor | None] = {"gate_FD": gate, "up_FD": up}
+    parts: dict[str, Tensor | None] = {"gate_FD": gate, "up_FD": up}
     if fused_bias is not None:
         gate_bias, up_bias = fused_bias.chunk(2)
         parts |= {"gate_bias_F": gate_bias, "up_bias_F": up_bias}
@@ -296,14 +296,14 @@ def _check_formula(ffns: FFNs, layer: int) -> None:
         )
 
 
-def random_inputs(rows: int, weight_FD: torch.Tensor) -> torch.Tensor:
+def random_inputs(rows: int, weight_FD: Tensor) -> Tensor:
     """Rows to check a formula with: the same each time, of the weight's dtype."""
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(rows, weight_FD.shape[1], generator=generator)
     return x_TD.to(weight_FD)
 
 
-def relative_difference(ours: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_difference(ours: Tensor, expected: Tensor) -> float:
     size = expected.float().norm().clamp(min=1e-20)
     return float((ours - expected).float().norm() / size)
 

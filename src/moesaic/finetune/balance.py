@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moesaic.finetune.lora import active_copy, named_routers, routers_of
 from moesaic.modeling import MoesaicNeurons, choose_experts
@@ -34,9 +35,9 @@ class Loads:
     """
 
     names: list[str]
-    count_LR: torch.Tensor
-    tokens_L: torch.Tensor
-    spread_L: torch.Tensor
+    count_LR: Tensor
+    tokens_L: Tensor
+    spread_L: Tensor
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Per group: pairs per token, each expert's share, largest over mean, dead experts."""
@@ -60,13 +61,13 @@ class Loads:
 
 
 def moved(
-    bias_R: torch.Tensor,
-    load_R: torch.Tensor,
+    bias_R: Tensor,
+    load_R: Tensor,
     target: float,
     rate: float,
-    centre_R: torch.Tensor,
-    bound: float | torch.Tensor,
-) -> torch.Tensor:
+    centre_R: Tensor,
+    bound: float | Tensor,
+) -> Tensor:
     """The bias after one step: by `rate` against every load above or below `target`.
 
     Loads are pairs per token and expert; the paper's p* = 1 / R of all pairs is a load of K / R,
@@ -77,15 +78,15 @@ def moved(
     return (bias_R - step_R).clamp(centre_R - bound, centre_R + bound)
 
 
-def selection_values(router: Any, *args: torch.Tensor) -> torch.Tensor:
+def selection_values(router: Any, *args: Tensor) -> Tensor:
     """What the bias is added to (T, R), or (P, R), for what a router is called with."""
-    score_TR: torch.Tensor = router.scores(*args[:2])
+    score_TR: Tensor = router.scores(*args[:2])
     return score_TR.softmax(-1) if router.ranks_by_probability else score_TR
 
 
 def chosen(
-    router: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
     """How often each expert was chosen (G, R), by how many tokens of its group (G,)."""
     bias = router.selection_bias
     pairs = len(output) == 3  # as thresholds choose: rows, experts and gates
@@ -109,9 +110,7 @@ def chosen(
 class Balancer:
     """Counts which experts run during training steps, and moves every layer's selection bias."""
 
-    def __init__(
-        self, model: Any, rate: float, centre: list[torch.Tensor], bound_L: torch.Tensor
-    ):
+    def __init__(self, model: Any, rate: float, centre: list[Tensor], bound_L: Tensor):
         self.routers, self.rate = routers_of(model), rate
         self.centre, self.bound_L = centre, bound_L
         self.counting = False
@@ -136,7 +135,7 @@ class Balancer:
             self.counting = False
 
     def _hook(self, layer: int) -> Any:
-        def count(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+        def count(router: Any, args: Any, output: tuple[Tensor, ...]) -> None:
             if self.counting:
                 count_GR, tokens_G = chosen(router, args, output)
                 self.count[layer] = self.count[layer].to(count_GR.device) + count_GR
@@ -145,7 +144,7 @@ class Balancer:
         return count
 
     @torch.no_grad()
-    def step(self) -> list[torch.Tensor]:
+    def step(self) -> list[Tensor]:
         """Moves the biases by the loads since the last step, summed over all processes.
 
         Returns every layer's loads (G, R), in pairs per token. A group without tokens stays.
@@ -207,7 +206,7 @@ def hooked(routers: list[Any], hook: Any, before: bool = False) -> Iterator[None
             handle.remove()
 
 
-def run(model: Any, windows_NL: torch.Tensor) -> None:
+def run(model: Any, windows_NL: Tensor) -> None:
     """One forward pass over all windows, in evaluation mode, whose outputs nobody reads."""
     training = model.training
     model.eval()
@@ -218,7 +217,7 @@ def run(model: Any, windows_NL: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def measure_loads(model: Any, windows_NL: torch.Tensor) -> Loads | None:
+def measure_loads(model: Any, windows_NL: Tensor) -> Loads | None:
     """Loads of every layer over all windows; None for a model without routers. One forward pass."""
     routers = routers_of(model)
     if not routers:
@@ -252,7 +251,7 @@ def measure_loads(model: Any, windows_NL: torch.Tensor) -> Loads | None:
 
 
 @torch.no_grad()
-def refit_thresholds(model: Any, windows_NL: torch.Tensor) -> None:
+def refit_thresholds(model: Any, windows_NL: Tensor) -> None:
     """Threshold gating: the mean budget again, whatever training moved, and equal loads of experts.
 
     One forward pass over all windows at once, in which every layer's thresholds are set before its
@@ -284,10 +283,10 @@ def refit_thresholds(model: Any, windows_NL: torch.Tensor) -> None:
             model(input_ids=windows_NL.to(device), use_cache=False)
 
 
-def _refit(router: Any, score_TR: torch.Tensor, bias_R: torch.Tensor) -> None:
+def _refit(router: Any, score_TR: Tensor, bias_R: Tensor) -> None:
     """Sets one group's thresholds, in place."""
 
-    def count(threshold_R: torch.Tensor) -> int:
+    def count(threshold_R: Tensor) -> int:
         ran_TR = choose_experts(score_TR - threshold_R, "threshold", 0, router.cap)
         return int(ran_TR.sum())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
 from moesaic.families import find_ffns
@@ -26,7 +27,7 @@ class Mix:
     ffn: float = 0.0
 
 
-def logits_kl(student_BLV: torch.Tensor, teacher_BLV: torch.Tensor) -> torch.Tensor:
+def logits_kl(student_BLV: Tensor, teacher_BLV: Tensor) -> Tensor:
     """KL(teacher || student), the mean over tokens, in nats."""
     student_TV = student_BLV.flatten(0, -2).float()
     teacher_TV = teacher_BLV.flatten(0, -2).float()
@@ -35,7 +36,7 @@ def logits_kl(student_BLV: torch.Tensor, teacher_BLV: torch.Tensor) -> torch.Ten
     return kl_div(student_TV, teacher_TV, reduction="batchmean", log_target=True)
 
 
-def relative_error(y_BLD: torch.Tensor, target_BLD: torch.Tensor) -> torch.Tensor:
+def relative_error(y_BLD: Tensor, target_BLD: Tensor) -> Tensor:
     """norm(y - target)^2 / norm(target)^2 of a window; the mean over windows.
 
     The paper's eq. 2, relative. Window by window, so that the mean is the same in
@@ -61,8 +62,8 @@ class Teacher:
     def __init__(self, dense: Any, student: Any, mix: Mix):
         self.dense = dense.eval().requires_grad_(False)
         self.mix = mix
-        self.outputs: list[torch.Tensor] = []
-        self.targets: list[torch.Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.targets: list[Tensor] = []
         self.recording = False
         if mix.ffn:
             self._record_ffns(student)
@@ -76,8 +77,8 @@ class Teacher:
             module = ffns.last_module(layer)
             module.register_forward_hook(self._recorder(self.targets))
 
-    def _recorder(self, outputs: list[torch.Tensor]) -> Any:
-        def record(module: Any, args: Any, output: torch.Tensor) -> None:
+    def _recorder(self, outputs: list[Tensor]) -> Any:
+        def record(module: Any, args: Any, output: Tensor) -> None:
             if self.recording:
                 outputs.append(output)
 
@@ -96,9 +97,7 @@ class Teacher:
         finally:
             self.recording = False
 
-    def losses(
-        self, ids: torch.Tensor, logits: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def losses(self, ids: Tensor, logits: Tensor) -> dict[str, Tensor]:
         """`logits` and `ffn`, those that count, of the forward pass just made."""
         teacher_logits = self._dense_logits(ids)
         losses = {}
@@ -111,14 +110,14 @@ class Teacher:
         return losses
 
     @torch.no_grad()
-    def _dense_logits(self, ids: torch.Tensor) -> Any:
+    def _dense_logits(self, ids: Tensor) -> Any:
         self.targets.clear()
         self.recording = True
         outputs = self.dense(input_ids=ids, use_cache=False)
         self.recording = False
         return outputs.logits
 
-    def _ffn_error(self, ids: torch.Tensor) -> torch.Tensor:
+    def _ffn_error(self, ids: Tensor) -> Tensor:
         """The relative error, the mean over layers."""
         width = self.targets[0].shape[-1]
         shape = (*ids.shape, width)  # some families flatten windows

@@ -11,21 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.finetune.balance import chosen, hooked, run
 from moesaic.finetune.lora import blocks_of, routers_of
 
 
 @torch.no_grad()
-def mean_gates(model: Any, windows_NL: torch.Tensor) -> list[torch.Tensor]:
+def mean_gates(model: Any, windows_NL: Tensor) -> list[Tensor]:
     """Mean gate (R,) of every layer's experts over the tokens they run for; 1 where none does."""
     routers = routers_of(model)
     sums = [torch.zeros_like(router.selection_bias) for router in routers]
     counts = [torch.zeros_like(router.selection_bias) for router in routers]
 
-    def add(
-        layer: int, router: Any, args: Any, output: tuple[torch.Tensor, ...]
-    ) -> None:
+    def add(layer: int, router: Any, args: Any, output: tuple[Tensor, ...]) -> None:
         expert, gate = output[-2], output[-1]  # of top-k: (T, K); of thresholds: (P,)
         sums[layer].scatter_add_(0, expert.flatten(), gate.flatten().float())
         counts[layer] += chosen(router, args, output)[0][0]
@@ -39,7 +38,7 @@ def mean_gates(model: Any, windows_NL: torch.Tensor) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def fold_scale(model: Any, gates: list[torch.Tensor]) -> None:
+def fold_scale(model: Any, gates: list[Tensor]) -> None:
     """Multiplies every expert's W_down by its mean gate and sets expert_scale to zero, in place."""
     blocks = [block for block in blocks_of(model) if block.router is not None]
     for block, gate_R in zip(blocks, gates, strict=True):

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.finetune.lora import blocks_of
 from moesaic.parts.thresholds import soft_choice
 
 
 def straight_through(
-    router: Any, values: Callable[[], torch.Tensor], gate_TR: torch.Tensor
-) -> torch.Tensor:
+    router: Any, values: Callable[[], Tensor], gate_TR: Tensor
+) -> Tensor:
     """A view in which gates also teach the scores that chose them.
 
     Their gradient is as if a gate were a sigmoid of how far its expert is above the
@@ -30,17 +31,17 @@ def straight_through(
     """
     if router.num_active == router.num_routed:
         return gate_TR  # all run
-    value_TR: torch.Tensor = values()
+    value_TR: Tensor = values()
     if router.choice_width is not None:
         soft_TR = (value_TR / router.choice_width).sigmoid()
     else:
         soft_TR = soft_choice(value_TR, _thresholds(router, value_TR))
-    straight_TR: torch.Tensor = soft_TR - soft_TR.detach()
+    straight_TR: Tensor = soft_TR - soft_TR.detach()
     return gate_TR + straight_TR
 
 
 @torch.no_grad()
-def _thresholds(router: Any, value_TR: torch.Tensor) -> torch.Tensor | float:
+def _thresholds(router: Any, value_TR: Tensor) -> Tensor | float:
     """What values are compared with: 0, or half-way between the K-th and the next."""
     if router.chooser == "threshold":
         return 0.0

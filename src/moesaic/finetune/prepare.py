@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch import Tensor
 
 from moesaic.calibration.text import to_ids
 from moesaic.conversion.prepare import ValidationText, hold_out, source_name
@@ -50,7 +51,7 @@ class TrainingInput:
     options: FinetuneOptions
     settings: Settings
     tokenizer: Any
-    windows_NL: torch.Tensor
+    windows_NL: Tensor
     source: str
     validation: ValidationText | None
     teacher: str | None
@@ -198,7 +199,7 @@ def _batch_size(options: FinetuneOptions, windows: int) -> int:
     return size
 
 
-def whole_steps(windows_NL: torch.Tensor, batch_size: int) -> torch.Tensor:
+def whole_steps(windows_NL: Tensor, batch_size: int) -> Tensor:
     """The windows without those of a shorter last step.
 
     The mean over such a step would depend on how it is split.
@@ -209,7 +210,7 @@ def whole_steps(windows_NL: torch.Tensor, batch_size: int) -> torch.Tensor:
 
 def _settings(
     options: FinetuneOptions,
-    windows_NL: torch.Tensor,
+    windows_NL: Tensor,
     batch_size: int,
     hidden_size: int,
     teacher: str | None,
@@ -236,9 +237,7 @@ def _settings(
     )
 
 
-def draw_windows(
-    ids: torch.Tensor, samples: int, length: int, seed: int
-) -> torch.Tensor:
+def draw_windows(ids: Tensor, samples: int, length: int, seed: int) -> Tensor:
     """Windows (N, L), one from each of N equal stretches of the text, in random order.
 
     They overlap where the text has fewer than N L tokens. A 2-D tensor is taken as

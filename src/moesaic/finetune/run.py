@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch import Tensor
 
 from moesaic.calibration.checks import check_vocabulary
 from moesaic.conversion.layout_search import HELDOUT_TOKENS
@@ -286,7 +287,7 @@ def load_again_if_sharded(trained: Trained, inputs: TrainingInput) -> None:
     gather(trained, whole, inputs.settings)
 
 
-def load_windows(inputs: TrainingInput) -> torch.Tensor:
+def load_windows(inputs: TrainingInput) -> Tensor:
     """The training windows on which loads, gates and thresholds are measured."""
     count = LOAD_TOKENS // inputs.settings.sequence_length
     return inputs.windows_NL[: max(1, count)]

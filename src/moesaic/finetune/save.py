@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from moesaic.conversion.layout_search import HELDOUT_TOKENS
 from moesaic.evaluate.perplexity import perplexity
@@ -36,7 +36,7 @@ def save_model(
     wrapped: Any,
     folder: Path,
     inputs: TrainingInput,
-    windows_NL: torch.Tensor,
+    windows_NL: Tensor,
     report: FinetuneReport,
 ) -> None:
     """Writes the adapter or the merged model, with its tokenizer.
@@ -92,7 +92,7 @@ def can_fold(model: Any) -> bool:
 
 
 def _fold_if_cheap(
-    model: Any, inputs: TrainingInput, windows_NL: torch.Tensor, report: FinetuneReport
+    model: Any, inputs: TrainingInput, windows_NL: Tensor, report: FinetuneReport
 ) -> None:
     """Folds the gates into the experts, and back again where that costs too much."""
     blocks = [block for block in blocks_of(model) if block.router is not None]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Trainer, TrainingArguments, set_seed
 
 from moesaic.finetune.balance import Balancer, Loads, measure_loads
@@ -48,7 +49,7 @@ class Trained:
 
 def train(
     model: Any,
-    windows_NL: torch.Tensor,
+    windows_NL: Tensor,
     settings: Settings,
     machine: Machine,
     dense: Any = None,
@@ -219,7 +220,7 @@ class RecoveryTrainer(Trainer):
         self.teacher = teacher
         # Windows are equally long, so that means over batches are exact.
         self.model_accepts_loss_kwargs = False
-        self.parts: dict[str, list[torch.Tensor]] = {}
+        self.parts: dict[str, list[Tensor]] = {}
         self._remove_printer()
         self.add_callback(EachStep(balancer, progress))
         if teacher is not None:
@@ -266,7 +267,7 @@ class RecoveryTrainer(Trainer):
             logged.append(part.detach())
         return (loss, outputs) if return_outputs else loss
 
-    def _weighted(self, parts: dict[str, torch.Tensor]) -> Any:
+    def _weighted(self, parts: dict[str, Tensor]) -> Any:
         mix = self.settings.mix
         loss: Any = 0.0
         for name, part in parts.items():

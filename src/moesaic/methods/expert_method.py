@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import PLAIN, Statistics, StatisticsKind
@@ -45,7 +46,7 @@ class Made:
     """
 
     partition: Partition | None = None
-    static_N: torch.Tensor | None = None  # what static pruning keeps at this budget
+    static_N: Tensor | None = None  # what static pruning keeps at this budget
     repair: Repair | None = None
     static_repair: Repair | None = None
     notes: list[str] = field(default_factory=list)
@@ -211,20 +212,18 @@ def spread_out(fit: LayerFit) -> LayerFit:
 
 def static_neurons(
     energy_F: NDArray[np.float64], sizes: Sizes, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """The neurons of largest contribution, as many as run for a token."""
     best_F = by_importance(energy_F)
     return torch.from_numpy(np.sort(best_F[: sizes.active])).to(device)
 
 
-def mask_of(
-    partition: Partition, router: Any
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def mask_of(partition: Partition, router: Any) -> Callable[[Tensor], Tensor] | None:
     """The mask (T, N) of held neurons that run for inputs x; None without a router."""
     if router is None:
         return None
 
-    def mask(x_TD: torch.Tensor) -> torch.Tensor:
+    def mask(x_TD: Tensor) -> Tensor:
         return partition.mask(router.choose(router.scores(x_TD)))
 
     return mask
@@ -235,7 +234,7 @@ def fit_repair(
     method: str,
     intercept: bool,
     up_steps: int = 0,
-    mask: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    mask: Callable[[Tensor], Tensor] | None = None,
 ) -> DenseFFN:
     """W_down refitted, and with `up_steps` the rows of W_up too, if that helps.
 
@@ -288,9 +287,7 @@ def _fit_outputs(fit: LayerFit, kept: Kept, method: str, intercept: bool) -> Rep
     return repairs[0]
 
 
-def fit_static_reference(
-    inputs: FFNInputs, ffn: DenseFFN, static_N: torch.Tensor
-) -> Repair:
+def fit_static_reference(inputs: FFNInputs, ffn: DenseFFN, static_N: Tensor) -> Repair:
     """Least squares for static pruning, on a sample of the tokens."""
     (repair,) = choose_repairs(inputs, ffn, [Kept(static_N)], "least-squares", False)
     return repair

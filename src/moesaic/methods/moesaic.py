@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moesaic.calibration.statistics import StatisticsKind
 from moesaic.errors import MoesaicError
@@ -158,7 +159,7 @@ class Moesaic(ExpertMethod):
         assert sample_x_SD is not None
         ridge = Ridge.of(lambda: [sample_x_SD], centre=False)
 
-        def scores(energy_SR: torch.Tensor) -> torch.Tensor:
+        def scores(energy_SR: Tensor) -> Tensor:
             target_SR = log_energy(energy_SR, dim=1)
             weight_DR = ridge.solve(lambda: [sample_x_SD], target_SR)
             return sample_x_SD @ weight_DR
@@ -239,13 +240,13 @@ class _Features:
 
     def __init__(self, fit: LayerFit, router: Any, by_threshold: bool):
         self.inputs = fit.inputs
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[Tensor] = []
         self.centred = False
         if fit.block.router is not None and fit.block.router.directions:
             self._find_directions(router, fit.ffn.up_FD.dtype)
             self._keep(router, by_threshold)
 
-    def blocks(self) -> Iterator[torch.Tensor]:
+    def blocks(self) -> Iterator[Tensor]:
         if not self.kept:
             return (x_TD.float() for x_TD in self.inputs.fit())
         return (phi_TP.to(self.inputs.device) for phi_TP in self.kept)
@@ -270,7 +271,7 @@ def set_thresholds(router: Any, fit: LayerFit) -> None:
     """Thresholds of equal loads, so that the mean budget of experts runs."""
     score_TR = torch.cat([router.scores(x_TD) for x_TD in fit.inputs.fit()])
 
-    def count(threshold_R: torch.Tensor) -> int:
+    def count(threshold_R: Tensor) -> int:
         router.selection_bias.copy_(-threshold_R)
         return int(router.choose(score_TR).sum())
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moesaic.calibration.statistics import PLAIN, SAMPLE_TOKENS
 from moesaic.errors import MoesaicError, unknown
@@ -132,11 +133,11 @@ class MoesaicNeurons(ExpertMethod):
         return f"on average {active_words(moe)} of {routed} neurons, gates of all"
 
 
-def neuron_mask(router: Any, ffn: DenseFFN) -> Callable[[torch.Tensor], torch.Tensor]:
+def neuron_mask(router: Any, ffn: DenseFFN) -> Callable[[Tensor], Tensor]:
     """1.0 where a neuron runs for inputs x (T, F)."""
 
-    def mask(x_TD: torch.Tensor) -> torch.Tensor:
-        runs_TF: torch.Tensor = router(x_TD, ffn.gates(x_TD)) > 0
+    def mask(x_TD: Tensor) -> Tensor:
+        runs_TF: Tensor = router(x_TD, ffn.gates(x_TD)) > 0
         return runs_TF.float()
 
     return mask

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import PLAIN
@@ -81,7 +81,7 @@ class OracleRouter(nn.Module):
 
     chooser = "topk"
 
-    def __init__(self, ffn: DenseFFN, experts_RM: torch.Tensor, num_active: int):
+    def __init__(self, ffn: DenseFFN, experts_RM: Tensor, num_active: int):
         super().__init__()
         self.ffn = ffn
         self.experts_RM = experts_RM
@@ -89,25 +89,25 @@ class OracleRouter(nn.Module):
         self.num_active = num_active
         self.num_routed = len(experts_RM)
 
-    def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def scores(self, x_TD: Tensor) -> Tensor:
         """Energies of all experts (T, R); 2 T F M FLOPs besides the hidden state."""
         h_TF = self.ffn.hidden(x_TD)
         return expert_energies(h_TF, self.experts_RM, self.gram_RMM)
 
-    def biased(self, scores_TR: torch.Tensor) -> torch.Tensor:
+    def biased(self, scores_TR: Tensor) -> Tensor:
         return scores_TR
 
-    def choose(self, scores_TR: torch.Tensor) -> torch.Tensor:
+    def choose(self, scores_TR: Tensor) -> Tensor:
         """Which experts run (T, R)."""
         index_TK = scores_TR.topk(self.num_active, dim=1).indices
         none_TR = torch.zeros_like(scores_TR, dtype=torch.bool)
         return none_TR.scatter_(1, index_TK, True)
 
-    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         index_TK = self.scores(x_TD).topk(self.num_active, dim=1).indices
         return index_TK, torch.ones_like(index_TK, dtype=torch.float32)
 
-    def gates_of_all(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def gates_of_all(self, x_TD: Tensor) -> Tensor:
         """1 for experts that run, else 0 (T, R)."""
         return self.choose(self.scores(x_TD)).float()
 
@@ -154,7 +154,7 @@ class BestNeurons(MoesaicReplacement):
         self.num_active = num_active
         self.norm_F = torch.linalg.vector_norm(ffn.down_DF.float(), dim=0)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         h_TF = self.ffn.hidden(x_TD)
         contribution_TF = h_TF.float().abs() * self.norm_F

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .experts_moesaic import MoesaicExperts
@@ -36,7 +36,7 @@ class MoesaicSharedExpert(nn.Module):
         self.down_proj = nn.Linear(size, hidden, bias=False)
         self.act_fn = ACT2FN[block.activation]
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: Tensor) -> Tensor:
         up_TS = self.up_proj(x_TD)
         if self.gate_proj is None:
             return self.down_proj(self.act_fn(up_TS))
@@ -69,7 +69,7 @@ class MoesaicBlock(MoesaicReplacement):
         if block.output_bias:
             self.output_bias = nn.Parameter(torch.zeros(block.hidden_size))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         y_TD = None
         if self.shared_expert is not None:
@@ -81,7 +81,7 @@ class MoesaicBlock(MoesaicReplacement):
             y_TD = y_TD + self.output_bias
         return y_TD.view_as(hidden_states)
 
-    def _routed(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def _routed(self, x_TD: Tensor) -> Tensor:
         if self.view is not None:
             return self.experts(x_TD, None, self._viewed_gates(x_TD))
         if self.router.chooser == "topk":
@@ -92,15 +92,15 @@ class MoesaicBlock(MoesaicReplacement):
         y_PD = self.experts(x_TD[token_P], expert_P[:, None], gate_P[:, None])
         return torch.zeros_like(x_TD).index_add_(0, token_P, y_PD)
 
-    def _viewed_gates(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def _viewed_gates(self, x_TD: Tensor) -> Tensor:
         router = self.router
 
-        def values() -> torch.Tensor:
+        def values() -> Tensor:
             return router.biased(router.scores(x_TD.detach()))
 
         return self.view(router, values, router.gates_of_all(x_TD))
 
-    def chosen(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def chosen(self, x_TD: Tensor) -> Tensor:
         """Which routed experts run (T, R)."""
         return self.router.choose(self.router.scores(x_TD))
 

@@ -9,7 +9,7 @@ expert's first matrix.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
@@ -41,7 +41,7 @@ class _SeamExperts(nn.Module):
             self.register_parameter(f"{name}_bias", random_parameter(count, rows))
 
     @property
-    def down_proj_bias(self) -> torch.Tensor:
+    def down_proj_bias(self) -> Tensor:
         """Zeros, which the kernels ask for: the block adds the output bias once."""
         return self.down_proj.new_zeros(self.down_proj.shape[:2])
 
@@ -50,22 +50,22 @@ class _SeamExperts(nn.Module):
         return "gate_up_proj" if self.has_gate else "up_proj"
 
     @property
-    def first_matrix(self) -> torch.Tensor:
+    def first_matrix(self) -> Tensor:
         """Gate and up of every expert (R, 2 M, D), or up alone (R, M, D)."""
         # No parameter of its own where PEFT adds to it.
-        matrix: torch.Tensor = getattr(self, self.first_name)
+        matrix: Tensor = getattr(self, self.first_name)
         return matrix
 
     @property
-    def first_bias(self) -> torch.Tensor | None:
+    def first_bias(self) -> Tensor | None:
         return getattr(self, f"{self.first_name}_bias", None)
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Tensor:
         output_TD = torch.zeros_like(hidden_states)
         weight = self.first_matrix
         bias = self.first_bias
@@ -96,15 +96,15 @@ class MoesaicExperts(_SeamExperts):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor | None,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
+        hidden_states: Tensor,
+        top_k_index: Tensor | None,
+        top_k_weights: Tensor,
+    ) -> Tensor:
         if top_k_index is None:
             return self._under_mask(hidden_states, top_k_weights)
         return super().forward(hidden_states, top_k_index, top_k_weights)
 
-    def _under_mask(self, x_TD: torch.Tensor, gate_TR: torch.Tensor) -> torch.Tensor:
+    def _under_mask(self, x_TD: Tensor, gate_TR: Tensor) -> Tensor:
         """Sum over all experts of gate * expert(x); 6 T D R M FLOPs.
 
         The same as running the chosen ones, up to rounding, and the same gradients but
@@ -120,7 +120,7 @@ class MoesaicExperts(_SeamExperts):
         down_RDM = self.down_proj[:, :, : self.neurons]
         return linear(h_TRM.flatten(1), down_RDM.transpose(0, 1).flatten(1))
 
-    def _rows(self, stacked: torch.Tensor) -> torch.Tensor:
+    def _rows(self, stacked: Tensor) -> Tensor:
         """The rows of all experts one after the other, without those that fill up."""
         parts = stacked.unflatten(1, (2 if self.has_gate else 1, -1))
         return parts[:, :, : self.neurons].flatten(0, 2)

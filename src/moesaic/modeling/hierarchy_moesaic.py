@@ -13,7 +13,7 @@ for a pair, Q triples of a token, an outer expert and a sub-expert.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .experts_moesaic import MoesaicExperts
 from .moe_config_moesaic import BlockConfig, OuterConfig, Sizes
@@ -59,10 +59,10 @@ class MoesaicHierarchy(MoesaicReplacement):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Tensor:
         y_TD = torch.zeros_like(hidden_states)
         if self.shared_experts is not None:
             y_TD = self.shared_experts(hidden_states, top_k_index, top_k_weights)
@@ -77,9 +77,7 @@ class MoesaicHierarchy(MoesaicReplacement):
             )
         return y_TD
 
-    def _routed(
-        self, x_TD: torch.Tensor, index_TO: torch.Tensor, weight_TO: torch.Tensor
-    ) -> torch.Tensor:
+    def _routed(self, x_TD: Tensor, index_TO: Tensor, weight_TO: Tensor) -> Tensor:
         tokens, outer = index_TO.shape
         x_PD = x_TD.repeat_interleave(outer, dim=0)
         expert_P = index_TO.reshape(-1)
@@ -99,7 +97,7 @@ class MoesaicHierarchy(MoesaicReplacement):
         y_QD = self.experts(x_PD[pair_Q], triple_Q[:, None], gate_Q[:, None])
         return torch.zeros_like(x_TD).index_add_(0, pair_Q // outer, y_QD)
 
-    def _whole_marks(self, device: torch.device) -> torch.Tensor | None:
+    def _whole_marks(self, device: torch.device) -> Tensor | None:
         """Which outer experts stay as they were (E,); None where none does."""
         if not self.whole:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .projections_moesaic import random_parameter
@@ -24,8 +24,8 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
     those that add most. All inputs count at a threshold below 0.
     """
 
-    threshold: torch.Tensor
-    input_scale: torch.Tensor
+    threshold: Tensor
+    input_scale: Tensor
     float32_names = ("threshold", "input_scale")
 
     def __init__(self, inputs: int, outputs: int, bias: bool, share: float):
@@ -47,7 +47,7 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
         with torch.device("meta"):
             return cls(dense.in_features, dense.out_features, bias, share)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         size = x.abs().float() * self.input_scale
         counting = torch.where(size > self.threshold, x, 0)
         return linear(counting, self.weight, self.bias)

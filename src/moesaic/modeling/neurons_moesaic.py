@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
@@ -35,8 +35,8 @@ class MoesaicNeuronRouter(nn.Module):
     and not for each token.
     """
 
-    up_variance: torch.Tensor
-    selection_bias: torch.Tensor
+    up_variance: Tensor
+    selection_bias: Tensor
     float32_names = ("up_variance", "selection_bias")
     chooser = "threshold"
     choice_width = 0.3  # nats of energy (docs/log.md, 2026-11-22)
@@ -55,7 +55,7 @@ class MoesaicNeuronRouter(nn.Module):
         self.register_buffer("up_variance", ones_F)
         self.register_buffer("selection_bias", torch.zeros_like(ones_F))
 
-    def forward(self, x_TD: torch.Tensor, gate_TF: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: Tensor, gate_TF: Tensor) -> Tensor:
         """Scores (T, F) in float32, bias included; `gate_TF` is act(gate x)."""
         up_TF = self.sketch_out(self.sketch_in(x_TD))
         expected_TF = up_TF.square() + self.up_variance
@@ -86,7 +86,7 @@ class MoesaicNeurons(MoesaicReplacement):
         self.act_fn = ACT2FN[block.activation]
         self.router = MoesaicNeuronRouter(block, sizes)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         gate_TF = self.act_fn(self.gate_proj(x_TD))
         score_TF = self.router(x_TD, gate_TF)
@@ -99,10 +99,8 @@ class MoesaicNeurons(MoesaicReplacement):
             y_TD = self.down_proj(torch.where(score_TF > 0, h_TF, 0))
         return y_TD.view_as(hidden_states)
 
-    def _under_mask(
-        self, x_TD: torch.Tensor, gate_TF: torch.Tensor, score_TF: torch.Tensor
-    ) -> torch.Tensor:
-        def values() -> torch.Tensor:
+    def _under_mask(self, x_TD: Tensor, gate_TF: Tensor, score_TF: Tensor) -> Tensor:
+        def values() -> Tensor:
             # Gates of exactly 0 score far below all others: they would decide the
             # scores' spread.
             return score_TF.clamp(min=-LEAST)
@@ -112,7 +110,7 @@ class MoesaicNeurons(MoesaicReplacement):
         h_TF = gate_TF * self.up_proj(x_TD) * runs_TF.to(gate_TF.dtype)
         return self.down_proj(h_TF)
 
-    def chosen(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def chosen(self, x_TD: Tensor) -> Tensor:
         """Which neurons run (T, F)."""
         return self.router(x_TD, self.act_fn(self.gate_proj(x_TD))) > 0
 
@@ -129,7 +127,7 @@ class MoesaicNeurons(MoesaicReplacement):
     def mask_pays(self) -> bool:
         return True
 
-    def _pays(self, x_TD: torch.Tensor) -> bool:
+    def _pays(self, x_TD: Tensor) -> bool:
         """Whether pair by pair is faster and can be done.
 
         Never while training, compiling or exporting, nor with modules that are wrapped
@@ -148,9 +146,7 @@ class MoesaicNeurons(MoesaicReplacement):
                 return False
         return 0 < len(x_TD) <= FEW_TOKENS
 
-    def _pairs(
-        self, x_TD: torch.Tensor, gate_TF: torch.Tensor, runs_TF: torch.Tensor
-    ) -> torch.Tensor:
+    def _pairs(self, x_TD: Tensor, gate_TF: Tensor, runs_TF: Tensor) -> Tensor:
         start_T1 = nn.functional.pad(runs_TF.sum(1).cumsum(0), (1, 0))
         neuron_P = runs_TF.nonzero()[:, 1]
         up_P = self._up_of_pairs(x_TD, runs_TF, start_T1, neuron_P)
@@ -167,10 +163,10 @@ class MoesaicNeurons(MoesaicReplacement):
 
     def _up_of_pairs(
         self,
-        x_TD: torch.Tensor,
-        runs_TF: torch.Tensor,
-        start_T1: torch.Tensor,
-        neuron_P: torch.Tensor,
+        x_TD: Tensor,
+        runs_TF: Tensor,
+        start_T1: Tensor,
+        neuron_P: Tensor,
     ) -> Any:
         """w_up x of the pairs that run (P,)."""
         with warnings.catch_warnings():  # that sparse matrices are new to torch

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.generic import maybe_autocast
 
 from .moe_config_moesaic import padded
@@ -40,13 +40,13 @@ class MoesaicProjection(nn.Module):
         self.weight = random_parameter(out_features, in_features)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
         with maybe_autocast(x.device.type, enabled=False):
             return nn.functional.linear(x.float(), self.weight.float(), bias)
 
 
-def can_group(rows: torch.Tensor) -> bool:
+def can_group(rows: Tensor) -> bool:
     """Whether torch has a grouped product for these rows.
 
     They must be of whole 16 bytes, and on no old GPU.
@@ -81,7 +81,7 @@ class MoesaicPairProjection(nn.Module):
         if bias:
             self.bias = nn.Parameter(torch.zeros(experts, padded(outputs)))
 
-    def forward(self, x_PI: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_PI: Tensor, expert_P: Tensor) -> Tensor:
         """(P, outputs), in float32 where exact."""
         weight = self.weight.float() if self.exact else self.weight
         filling = padded(self.inputs) - self.inputs
@@ -97,11 +97,11 @@ class MoesaicPairProjection(nn.Module):
 
     def _by_expert(
         self,
-        x_PI: torch.Tensor,
-        weight: torch.Tensor,
-        expert_P: torch.Tensor,
+        x_PI: Tensor,
+        weight: Tensor,
+        expert_P: Tensor,
         grouped: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Pairs sorted by expert, one product for each, and back in their order."""
         order_P = expert_P.argsort(stable=True)
         # A bincount would make a GPU wait for the size of its result.

@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Makes the gates that count (T, R) of a router, the selection values (T, R), which are
 # computed when asked for, and the gates as they are, 0 for experts that do not run.
-View = Callable[[Any, Callable[[], torch.Tensor], torch.Tensor], torch.Tensor]
+View = Callable[[Any, Callable[[], Tensor], Tensor], Tensor]
 
 
-def as_they_are(
-    router: Any, values: Callable[[], torch.Tensor], gate_TR: torch.Tensor
-) -> torch.Tensor:
+def as_they_are(router: Any, values: Callable[[], Tensor], gate_TR: Tensor) -> Tensor:
     """The view of calibration: gates are what they are when the model runs."""
     return gate_TR
 

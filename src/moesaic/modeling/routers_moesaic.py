@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .moe_config_moesaic import BlockConfig, Sizes
@@ -33,7 +33,7 @@ class MoesaicRouter(nn.Module):
     selection_bias moves who is chosen and never the gate.
     """
 
-    selection_bias: torch.Tensor
+    selection_bias: Tensor
     float32_names = ("expert_scale", "selection_bias")
     choice_width: float | None = None  # of a soft choice; None: by the scores' spread
     counts_loads = True
@@ -53,9 +53,7 @@ class MoesaicRouter(nn.Module):
         self.expert_scale = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(shape, dtype=torch.float32))
 
-    def scores(
-        self, x_TD: torch.Tensor, expert_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
         """Scores (T, R) in float32."""
         raise NotImplementedError(f"{type(self).__name__} scores nothing")
 
@@ -63,13 +61,11 @@ class MoesaicRouter(nn.Module):
         """Weights of the products that score one token."""
         return sum(weights_of(module) for module in self.modules())
 
-    def selection_values(self, scores_TR: torch.Tensor) -> torch.Tensor:
+    def selection_values(self, scores_TR: Tensor) -> Tensor:
         """What the bias is added to (T, R)."""
         return scores_TR
 
-    def biased(
-        self, scores_TR: torch.Tensor, expert_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def biased(self, scores_TR: Tensor, expert_T: Tensor | None = None) -> Tensor:
         """What experts are chosen by (T, R)."""
         bias = _rows(self.selection_bias, expert_T)
         return self.selection_values(scores_TR) + bias
@@ -79,25 +75,21 @@ class MoesaicRouter(nn.Module):
         """Whether the bias is added to probabilities, and not to scores."""
         return False
 
-    def choose(
-        self, scores_TR: torch.Tensor, expert_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def choose(self, scores_TR: Tensor, expert_T: Tensor | None = None) -> Tensor:
         """Which experts run (T, R), by either chooser."""
         biased_TR = self.biased(scores_TR, expert_T)
         return choose_experts(biased_TR, self.chooser, self.num_active, self.cap)
 
-    def gates(
-        self, scores_TR: torch.Tensor, expert_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def gates(self, scores_TR: Tensor, expert_T: Tensor | None = None) -> Tensor:
         """The gate of every expert (T, R), whether it runs or not."""
         return 1 + scores_TR.softmax(dim=-1) * _rows(self.expert_scale, expert_T)
 
     def forward(
         self,
-        x_TD: torch.Tensor,
-        expert_T: torch.Tensor | None = None,
-        whole_E: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+        x_TD: Tensor,
+        expert_T: Tensor | None = None,
+        whole_E: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Chosen experts (T, K) and their gates (T, K), in float32, by top-k.
 
         By threshold, or where some outer experts stay `whole`: token, expert and gate
@@ -112,10 +104,10 @@ class MoesaicRouter(nn.Module):
 
     def pairs(
         self,
-        x_TD: torch.Tensor,
-        expert_T: torch.Tensor | None = None,
-        whole_E: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_TD: Tensor,
+        expert_T: Tensor | None = None,
+        whole_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Token, expert and gate (P,) of all that run; all of a whole outer expert."""
         scores_TR = self.scores(x_TD, expert_T)
         chosen_TR = self.choose(scores_TR, expert_T)
@@ -125,7 +117,7 @@ class MoesaicRouter(nn.Module):
         gates_TR = self.gates(scores_TR, expert_T)
         return token_P, expert_P, gates_TR[token_P, expert_P]
 
-    def gates_of_all(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def gates_of_all(self, x_TD: Tensor) -> Tensor:
         """Gates (T, R), 0 for experts that do not run."""
         chosen = self(x_TD)
         gate_TR = chosen[-1].new_zeros(len(x_TD), self.num_routed)
@@ -148,15 +140,11 @@ class MoesaicLinearRouter(MoesaicRouter):
     def _products(self, block: BlockConfig) -> int:
         return 0
 
-    def features(
-        self, x_TD: torch.Tensor, expert_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def features(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
         """What the matrix multiplies."""
         return x_TD.float()
 
-    def scores(
-        self, x_TD: torch.Tensor, expert_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
         return _apply(self.score_proj, self.features(x_TD, expert_T), expert_T)
 
 
@@ -180,9 +168,7 @@ class MoesaicQuadraticRouter(MoesaicLinearRouter):
         directions = block.router.directions
         return directions * (directions + 1) // 2
 
-    def features(
-        self, x_TD: torch.Tensor, expert_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def features(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
         """The input, then the products of directions."""
         z_TC = _apply(self.feature_proj, x_TD.float(), expert_T)
         directions = z_TC.shape[1]
@@ -209,9 +195,7 @@ class MoesaicNeuronCopyRouter(MoesaicRouter):
         self.up_proj = _projection(hidden, routed, block.bias, False, outer)
         self.act_fn = ACT2FN[block.activation]
 
-    def scores(
-        self, x_TD: torch.Tensor, expert_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
         x_TD = x_TD.to(self.up_proj.weight.dtype)  # float32 while it is trained
         up_TR = _apply(self.up_proj, x_TD, expert_T)
         if self.gate_proj is None:
@@ -227,7 +211,7 @@ class MoesaicNeuronCopyRouter(MoesaicRouter):
     def ranks_by_probability(self) -> bool:
         return self.chooser == "topk"
 
-    def selection_values(self, scores_TR: torch.Tensor) -> torch.Tensor:
+    def selection_values(self, scores_TR: Tensor) -> Tensor:
         """Probabilities, where top-k chooses.
 
         They keep the scores' order, but where they underflow they tie: without a bias
@@ -255,8 +239,8 @@ def new_router(
 
 
 def choose_experts(
-    biased_TR: torch.Tensor, chooser: str, num_active: int, cap: int
-) -> torch.Tensor:
+    biased_TR: Tensor, chooser: str, num_active: int, cap: int
+) -> Tensor:
     """Which experts run (T, R) by their selection values, bias included."""
     none_TR = torch.zeros_like(biased_TR, dtype=torch.bool)
     if chooser == "topk":
@@ -290,12 +274,10 @@ def _projection(
     return nn.Linear(inputs, outputs, bias=bias)
 
 
-def _apply(
-    projection: nn.Module, x_TD: torch.Tensor, expert_T: torch.Tensor | None
-) -> torch.Tensor:
+def _apply(projection: nn.Module, x_TD: Tensor, expert_T: Tensor | None) -> Tensor:
     return projection(x_TD) if expert_T is None else projection(x_TD, expert_T)
 
 
-def _rows(values: torch.Tensor, expert_T: torch.Tensor | None) -> torch.Tensor:
+def _rows(values: Tensor, expert_T: Tensor | None) -> Tensor:
     """What belongs to each row's own outer expert, where there are several."""
     return values if expert_T is None else values[expert_T]

@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.output.atomic import (
@@ -47,7 +47,7 @@ _NAMES = "names.json"
 _MODEL = "model"
 _OLD = "old"
 
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 
 
 class UnfinishedError(MoesaicError):

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moesaic.families import DenseFFN
 from moesaic.modeling import BlockConfig, MoesaicBlock, MoesaicNeurons, Sizes
 from moesaic.parts.partition import Partition
 
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 
 
 def neuron_rows(ffn: DenseFFN, index: NDArray[np.int64]) -> State:
@@ -100,9 +101,7 @@ def _experts_state(ffn: DenseFFN, experts_RM: NDArray[np.int64], padded: int) ->
     return state
 
 
-def _stacked(
-    index_RM: torch.Tensor, padded: int, *sources: torch.Tensor | None
-) -> torch.Tensor:
+def _stacked(index_RM: Tensor, padded: int, *sources: Tensor | None) -> Tensor:
     """Rows of each expert (R, rows, ...), gate before up, each filled up with zeros."""
     given = [source for source in sources if source is not None]
     rows = len(given) * padded
@@ -115,7 +114,7 @@ def _stacked(
     return stacked
 
 
-def _output_bias(ffn: DenseFFN) -> torch.Tensor:
+def _output_bias(ffn: DenseFFN) -> Tensor:
     if ffn.down_bias_D is None:
         return ffn.down_DF.new_zeros(len(ffn.down_DF))
     return ffn.down_bias_D.clone()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moesaic.calibration.statistics import Statistics
 from moesaic.families import DenseFFN
@@ -98,7 +99,7 @@ def reassign(
     experts_RM: NDArray[np.int64],
     num_active: int,
     rounds: int,
-    fit: Callable[[torch.Tensor], torch.Tensor],
+    fit: Callable[[Tensor], Tensor],
 ) -> tuple[NDArray[np.int64], list[float]]:
     """Neurons move to the experts that the router picks when they are needed.
 
@@ -158,7 +159,7 @@ def random_groups(
 
 def one_hot(
     expert_N: NDArray[np.int64], num_routed: int, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """1.0 where a neuron belongs to an expert (N, R).
 
     Sums become products with it, which are the same on every run.

@@ -6,12 +6,13 @@ Shape suffixes: T tokens, D hidden_size, C directions.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moesaic.parts.ridge_router import Blocks, mean_of
 
 
 @torch.no_grad()
-def directions(blocks: Blocks, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def directions(blocks: Blocks, count: int) -> tuple[Tensor, Tensor]:
     """Weight (C, D) and bias (C,) of z = (x - mean) . v / std, v the first principal axes of x.
 
     An expert's energy is even in the pre-activations it multiplies, which no linear score can
@@ -19,12 +20,12 @@ def directions(blocks: Blocks, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     Fewer than `count` axes where x has no more variance.
     """
     mean_D = mean_of(blocks)
-    gram_DD: torch.Tensor | float = 0.0
+    gram_DD: Tensor | float = 0.0
     tokens = 0
     for x_TD in blocks():
         gram_DD = gram_DD + (x_TD - mean_D).T @ (x_TD - mean_D)
         tokens += len(x_TD)
-    assert isinstance(gram_DD, torch.Tensor)
+    assert isinstance(gram_DD, Tensor)
     mean_D = mean_D.double()
     variance_D, axes_DD = torch.linalg.eigh(gram_DD.double() / tokens)
     variance_C, axes_DC = variance_D[-count:].flip(0), axes_DD[:, -count:].flip(1)

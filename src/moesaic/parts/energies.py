@@ -5,20 +5,18 @@ Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, M neurons 
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from moesaic.families import DenseFFN
 
 
-def expert_grams(ffn: DenseFFN, experts_RM: torch.Tensor) -> torch.Tensor:
+def expert_grams(ffn: DenseFFN, experts_RM: Tensor) -> Tensor:
     """W_j W_j^T of every expert's output vectors (R, M, M); 2 F M D FLOPs."""
     down_RMD = ffn.down_DF.float().T[experts_RM]
     return down_RMD @ down_RMD.mT
 
 
-def expert_energies(
-    h_TF: torch.Tensor, experts_RM: torch.Tensor, gram_RMM: torch.Tensor
-) -> torch.Tensor:
+def expert_energies(h_TF: Tensor, experts_RM: Tensor, gram_RMM: Tensor) -> Tensor:
     """e_tj = ||sum over expert j's neurons of h_ti w_i||^2 (T, R); 2 T F M FLOPs, not 2 T F D."""
     h_RTM = h_TF.float().T[experts_RM].mT
     return (h_RTM @ gram_RMM).mul_(h_RTM).sum(-1).T.clamp(min=0)

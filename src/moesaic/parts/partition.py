@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 NO_EXPERTS: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
 
@@ -33,7 +34,7 @@ class Partition:
         """All neurons that are held: the shared ones, then expert by expert."""
         return np.concatenate([self.shared_S, self.experts_RM.reshape(-1)])
 
-    def mask(self, chosen_TR: torch.Tensor) -> torch.Tensor:
+    def mask(self, chosen_TR: Tensor) -> Tensor:
         """1.0 for each of `neurons_N` that runs for a token, else 0.0 (T, N)."""
         tokens = len(chosen_TR)
         shared_TS = chosen_TR.new_ones(tokens, len(self.shared_S), dtype=torch.float32)

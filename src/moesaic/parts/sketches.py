@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moesaic.families import DenseFFN
 
@@ -18,14 +19,14 @@ RIDGE = 1e-4  # of the mean variance of the inputs
 class Sketch:
     """up ~ out_FC (in_CD x) + bias_F, and what it leaves open of up^2: `variance_F`."""
 
-    in_CD: torch.Tensor
-    out_FC: torch.Tensor
-    bias_F: torch.Tensor
-    variance_F: torch.Tensor
+    in_CD: Tensor
+    out_FC: Tensor
+    bias_F: Tensor
+    variance_F: Tensor
 
 
 @torch.no_grad()
-def sketch_up(x_TD: torch.Tensor, ffn: DenseFFN, directions: int) -> Sketch:
+def sketch_up(x_TD: Tensor, ffn: DenseFFN, directions: int) -> Sketch:
     """The best stand-in of rank C for W_up on these inputs, where it matters.
 
     Minimises sum_tf a_f ((W_up x)_tf - (B A x)_tf)^2 with a_f = mean g_tf^2 |w_down_f|^2, the

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moesaic.families import DenseFFN
 from moesaic.modeling import (
@@ -23,7 +24,7 @@ from moesaic.modeling import (
 from moesaic.parts.carve import carve
 from moesaic.parts.partition import Partition
 
-State = Mapping[str, torch.Tensor]
+State = Mapping[str, Tensor]
 
 
 def whole_state(ffn: DenseFFN, block: BlockConfig, sizes: Sizes) -> State:
@@ -89,7 +90,7 @@ def _source(name: str) -> tuple[str, ...]:
 
 
 def _put(
-    all_experts: torch.Tensor, name: str, state: State, expert: int, experts: int
+    all_experts: Tensor, name: str, state: State, expert: int, experts: int
 ) -> None:
     """Copies one expert's tensors to their place; what they leave empty is zero."""
     sources = [state[source] for source in _source(name)]
@@ -109,7 +110,7 @@ def unstack_expert(stack: MoesaicHierarchy, expert: int) -> MoesaicBlock:
     """The block of one expert as it was before `stack_experts`, copied."""
     with torch.device("meta"):
         block = MoesaicBlock(stack.block, stack.sizes)
-    by_source: dict[str, torch.Tensor] = {}
+    by_source: dict[str, Tensor] = {}
     for name, tensor in stack.state_dict().items():
         sources = _source(name)
         if name.startswith("experts."):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 SOFTNESS = (
     0.3  # width of a choice's sigmoid, in standard deviations of a token's scores
@@ -16,9 +17,7 @@ SOFTNESS = (
 ALWAYS = 1e30  # further from any score than float32 tells apart
 
 
-def soft_choice(
-    value_TR: torch.Tensor, threshold_T1: torch.Tensor | float = 0.0
-) -> torch.Tensor:
+def soft_choice(value_TR: Tensor, threshold_T1: Tensor | float = 0.0) -> Tensor:
     """How surely each expert runs (T, R), in (0, 1): a sigmoid of its distance from the threshold.
 
     What a choice's gradient is taken for (straight-through).
@@ -29,7 +28,7 @@ def soft_choice(
 
 
 @torch.no_grad()
-def thresholds(score_TR: torch.Tensor, share: float) -> torch.Tensor:
+def thresholds(score_TR: Tensor, share: float) -> Tensor:
     """A threshold (R,) per expert that round(share * T) of the tokens' scores exceed.
 
     Loads are equal by construction, and the mean number of experts a token runs is share * R, up
@@ -42,7 +41,7 @@ def thresholds(score_TR: torch.Tensor, share: float) -> torch.Tensor:
     return _cut(_descending(score_TR), above)
 
 
-def _descending(score_TR: torch.Tensor) -> torch.Tensor:
+def _descending(score_TR: Tensor) -> Tensor:
     """Every expert's scores, the largest first; numpy sorts them many times faster on a CPU."""
     if score_TR.device.type != "cpu" or score_TR.dtype != torch.float32:
         return score_TR.sort(dim=0, descending=True).values
@@ -50,7 +49,7 @@ def _descending(score_TR: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(rising_RT).T.flip(0)
 
 
-def _cut(sorted_TR: torch.Tensor, above: int) -> torch.Tensor:
+def _cut(sorted_TR: Tensor, above: int) -> Tensor:
     if above == len(sorted_TR):
         return torch.full_like(sorted_TR[0], -ALWAYS)
     if above == 0:
@@ -62,8 +61,8 @@ def _cut(sorted_TR: torch.Tensor, above: int) -> torch.Tensor:
 
 @torch.no_grad()
 def budget_thresholds(
-    score_TR: torch.Tensor, mean_active: float, count: Callable[[torch.Tensor], int]
-) -> torch.Tensor:
+    score_TR: Tensor, mean_active: float, count: Callable[[Tensor], int]
+) -> Tensor:
     """Thresholds (R,) of equal loads for which `count` pairs run, mean_active * T at the most.
 
     `count` maps thresholds to the pairs that the gating really runs: an expert for every token
@@ -93,7 +92,7 @@ def budget_thresholds(
 
 
 @torch.no_grad()
-def single_threshold(score_TR: torch.Tensor, mean_active: int) -> float:
+def single_threshold(score_TR: Tensor, mean_active: int) -> float:
     """One threshold for all experts, which mean_active * T of the T R scores exceed, up to ties.
 
     Unlike `thresholds` it lets loads differ: what runs are the largest scores of all. O(T R).

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import SAMPLE_TOKENS
@@ -25,12 +26,10 @@ NOTHING = Candidate("none")
 class Kept:
     """Neurons (N,) that are kept, and the mask (T, N) of those that run for inputs x."""
 
-    neurons_N: torch.Tensor
-    mask: Callable[[torch.Tensor], torch.Tensor] | None = (
-        None  # None: all of them always
-    )
+    neurons_N: Tensor
+    mask: Callable[[Tensor], Tensor] | None = None  # None: all of them always
 
-    def masked_(self, x_TD: torch.Tensor, h_TN: torch.Tensor) -> torch.Tensor:
+    def masked_(self, x_TD: Tensor, h_TN: Tensor) -> Tensor:
         """Hidden states of the neurons that are kept, masked in place."""
         return h_TN if self.mask is None else h_TN.mul_(self.mask(x_TD))
 
@@ -96,7 +95,7 @@ def choose_repairs(
     hidden_size, device = down_FD.shape[1], down_FD.device
     moments = [Moments(len(k.neurons_N), hidden_size, device) for k in kept]
 
-    def outputs(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def outputs(x_TD: Tensor) -> tuple[Tensor, Tensor]:
         h_TF = ffn.hidden(x_TD).float()
         if target is None:
             return h_TF, h_TF @ down_FD
@@ -133,9 +132,7 @@ def choose_repairs(
     return repairs
 
 
-def _in_order(
-    ffn: DenseFFN, kept: list[Kept]
-) -> tuple[DenseFFN, list[slice | torch.Tensor]]:
+def _in_order(ffn: DenseFFN, kept: list[Kept]) -> tuple[DenseFFN, list[slice | Tensor]]:
     """The FFN in the order of the first masking, if that keeps all, and the columns of each.
 
     Hidden states then are masked where they are, without a copy.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moesaic.parts.repair.moments import Residual
 
@@ -17,12 +18,12 @@ class Candidate:
     """A change of the output vectors (N, D) and an output intercept (D,), or None of either."""
 
     name: str
-    delta_ND: torch.Tensor | None = None
-    intercept_D: torch.Tensor | None = None
+    delta_ND: Tensor | None = None
+    intercept_D: Tensor | None = None
 
-    def output(self, h_TN: torch.Tensor) -> torch.Tensor | float:
+    def output(self, h_TN: Tensor) -> Tensor | float:
         """What it adds to the output (T, D)."""
-        y_TD: torch.Tensor | float = 0.0
+        y_TD: Tensor | float = 0.0
         if self.delta_ND is not None:
             y_TD = h_TN @ self.delta_ND
         return y_TD if self.intercept_D is None else y_TD + self.intercept_D

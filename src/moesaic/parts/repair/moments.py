@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 _ROWS = 256  # of the Gram matrix summed at once
 
@@ -32,7 +33,7 @@ class Moments:
         return len(self.sum_N)
 
     @property
-    def gram_NN(self) -> torch.Tensor:
+    def gram_NN(self) -> Tensor:
         """Sum of h h^T, in float64: a copy."""
         upper_NN = self._upper_NN.double().triu_()
         diagonal_N = upper_NN.diagonal().clone()
@@ -40,7 +41,7 @@ class Moments:
         upper_NN.diagonal().copy_(diagonal_N)
         return upper_NN
 
-    def add(self, h_TN: torch.Tensor, y_TD: torch.Tensor) -> None:
+    def add(self, h_TN: Tensor, y_TD: Tensor) -> None:
         self.tokens += len(h_TN)
         for start in range(0, self.neurons, _ROWS):
             rows_TM = h_TN[:, start : start + _ROWS]
@@ -54,7 +55,7 @@ class Moments:
         self.sum_N.addmv_(h_TN.T, ones_T)
         self.sum_D.addmv_(y_TD.T, ones_T)
 
-    def residual(self, down_ND: torch.Tensor) -> Residual:
+    def residual(self, down_ND: Tensor) -> Residual:
         """The sums of r = y - H W, without a product per token: H^T r = H^T y - (H^T H) W."""
         gram_NN = self.gram_NN
         sum_N, down_ND = self.sum_N.double(), down_ND.double()
@@ -68,7 +69,7 @@ class Residual:
     """What least squares on r needs, in float64: sums of h h^T and h r^T, means of h and r."""
 
     tokens: int
-    gram_NN: torch.Tensor
-    cross_ND: torch.Tensor
-    mean_N: torch.Tensor
-    mean_D: torch.Tensor
+    gram_NN: Tensor
+    cross_ND: Tensor
+    mean_N: Tensor
+    mean_D: Tensor

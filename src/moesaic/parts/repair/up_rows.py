@@ -6,18 +6,19 @@ Shape suffixes: T tokens, D hidden_size, N neurons that are kept.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 RIDGE = 1e-2  # of the mean diagonal of what is solved
 
 
 @torch.no_grad()
 def refit_up(
-    x_TD: torch.Tensor,
-    gate_TN: torch.Tensor,
-    residual_TD: torch.Tensor,
-    down_ND: torch.Tensor,
+    x_TD: Tensor,
+    gate_TN: Tensor,
+    residual_TD: Tensor,
+    down_ND: Tensor,
     steps: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Corrections U (N, D) of the rows of W_up that bring (gate * (x U^T)) W_down near r.
 
     `gate_TN` is act(gate x), 0 where the mask lets nothing through. Least squares in N D unknowns,
@@ -33,14 +34,14 @@ def refit_up(
     floor = (RIDGE * energy_N.mean()).clamp(min=1e-30)
     ridge = float(floor * mean)
 
-    def normal(u_ND: torch.Tensor) -> torch.Tensor:
+    def normal(u_ND: Tensor) -> Tensor:
         y_TD = (gate_TN * (x_TD @ u_ND.T)) @ down_ND
         return transposed(y_TD) + ridge * u_ND
 
-    def transposed(y_TD: torch.Tensor) -> torch.Tensor:
+    def transposed(y_TD: Tensor) -> Tensor:
         return torch.mm((gate_TN * (y_TD @ down_ND.T)).T, x_TD)
 
-    def precondition(r_ND: torch.Tensor) -> torch.Tensor:
+    def precondition(r_ND: Tensor) -> Tensor:
         return torch.mm(r_ND / (energy_N + floor)[:, None], inverse_DD)
 
     u_ND = torch.zeros_like(down_ND)
