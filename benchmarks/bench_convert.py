@@ -65,7 +65,10 @@ def bench_time(
     layers, whole, steps = [], [], []
     for number in range(rounds + 1):
         victim = copy.deepcopy(model)
-        dense, with_head = dense_pass(model, windows_NL), whole_pass(model, windows_NL)
+        dense, with_head = (
+            dense_pass(model, windows_NL),
+            whole_pass(model, windows_NL),
+        )
         _, report = moesaic.convert(victim, recipe, layout, windows_NL)
         if number:  # the first round warms up
             layers.append(sum(report.step_seconds.values()) / dense)
@@ -78,7 +81,9 @@ def bench_time(
         title=f"{recipe} {layout}, {name}, {windows_NL.numel()} tokens",
     )
     for step in steps[0]:
-        table.add_row(step, f"{statistics.median(s[step] for s in steps):.2f}", "")
+        table.add_row(
+            step, f"{statistics.median(s[step] for s in steps):.2f}", ""
+        )
     table.add_row("all", *(
         f"{statistics.median(found):.2f} ({min(found):.2f}..{max(found):.2f})"
         for found in (layers, whole)
@@ -125,7 +130,13 @@ def bench_memory(layers: int, recipe: str, samples: int, length: int) -> None:
     # Sample of hidden states and its contributions; Gram matrices of the routed and of the static
     # neurons (cmoe: the static reference alone), and copies in float64 while one is factorised.
     fits = recipe != "cmoe"
-    sample = 2 * min(windows_NL.numel(), SAMPLE_TOKENS) * (neurons + hidden) * 4 * fits
+    sample = (
+        2
+        * min(windows_NL.numel(), SAMPLE_TOKENS)
+        * (neurons + hidden)
+        * 4
+        * fits
+    )
     grammed = neurons if fits else neurons * 3 // 4
     grams = ((1 + fits) * 4 + 3 * 8) * grammed**2
     with PeakMemory() as memory:
@@ -175,7 +186,9 @@ def bench_assignment(neurons: int, experts: int, rounds: int) -> None:
     slow = time.perf_counter() - begun
     ours = cost_NR[np.arange(neurons), ours_N].sum()
     table = Table(
-        "", "", title=f"balanced assignment, {neurons} neurons to {experts} experts"
+        "",
+        "",
+        title=f"balanced assignment, {neurons} neurons to {experts} experts",
     )
     table.add_row("objective, transportation problem", f"{ours:.0f}")
     table.add_row("objective, lap.lapjv on the expanded matrix", f"{value:.0f}")
@@ -200,9 +213,18 @@ def main() -> None:
     for recipe in ("moesaic-dynamic", "moesaic-up"):
         bench_time("demo model", demo, recipe, "S1A23E32", many, rounds=3)
     wide, windows_NL = llama_layers(1), torch.randint(0, 1000, (8, 2048))
-    bench_time("layer of 2048/5632", wide, "cmoe", "S3A3E8", windows_NL, rounds=3)
-    bench_time("layer of 2048/5632", wide, "moesaic", "S1A11E16", windows_NL, rounds=2)
-    for layers, recipe in ((2, "cmoe"), (8, "cmoe"), (2, "moesaic"), (8, "moesaic")):
+    bench_time(
+        "layer of 2048/5632", wide, "cmoe", "S3A3E8", windows_NL, rounds=3
+    )
+    bench_time(
+        "layer of 2048/5632", wide, "moesaic", "S1A11E16", windows_NL, rounds=2
+    )
+    for layers, recipe in (
+        (2, "cmoe"),
+        (8, "cmoe"),
+        (2, "moesaic"),
+        (8, "moesaic"),
+    ):
         # In a process of its own: freed memory is not always given back.
         fresh = multiprocessing.get_context("spawn").Process(
             target=bench_memory, args=(layers, recipe, 4, 2048)

@@ -44,7 +44,9 @@ STEPS = {
 }
 
 
-def models(hidden: int, experts: int, active: int, neurons: int) -> tuple[Any, Any]:
+def models(
+    hidden: int, experts: int, active: int, neurons: int
+) -> tuple[Any, Any]:
     """A mixture and a dense model of one layer, of equal total FFN size."""
     common: dict[str, Any] = {
         "vocab_size": 512, "hidden_size": hidden, "num_hidden_layers": 1, "head_dim": 64,
@@ -60,7 +62,8 @@ def models(hidden: int, experts: int, active: int, neurons: int) -> tuple[Any, A
     dense = LlamaConfig(**common, intermediate_size=experts * neurons)
     torch.manual_seed(0)
     found = [
-        AutoModelForCausalLM.from_config(config).eval() for config in (mixture, dense)
+        AutoModelForCausalLM.from_config(config).eval()
+        for config in (mixture, dense)
     ]
     for model in found:
         for parameter in model.parameters():
@@ -69,7 +72,9 @@ def models(hidden: int, experts: int, active: int, neurons: int) -> tuple[Any, A
     return found[0], found[1]
 
 
-def seconds(model: Any, recipe: str, layout: str, ids_NL: torch.Tensor) -> float:
+def seconds(
+    model: Any, recipe: str, layout: str, ids_NL: torch.Tensor
+) -> float:
     """CPU time of fitting one layer; the model is put back."""
     ffns = find_ffns(model)
     plan = make_plan(model.config, "random", recipe, layout)
@@ -104,9 +109,15 @@ def main() -> None:
             ratios: list[list[float]] = [[], []]
             for _ in range(ROUNDS):
                 base = seconds(dense, recipe, LAYOUT, ids_NL[:rows])
-                for found, tokens in zip(ratios, (ids_NL[:rows], ids_NL), strict=True):
-                    found.append(seconds(mixture, recipe, LAYOUT, tokens) / base)
-                print(f"{shape} {recipe} {base:.2f} s, {ratios}", file=sys.stderr)
+                for found, tokens in zip(
+                    ratios, (ids_NL[:rows], ids_NL), strict=True
+                ):
+                    found.append(
+                        seconds(mixture, recipe, LAYOUT, tokens) / base
+                    )
+                print(
+                    f"{shape} {recipe} {base:.2f} s, {ratios}", file=sys.stderr
+                )
             cells = [
                 f"{statistics.median(r):.2f} ({min(r):.2f}..{max(r):.2f})"
                 for r in ratios

@@ -57,7 +57,9 @@ def main() -> None:
         dense = model.model.layers[0].mlp
         windows = torch.randint(64, (8, 256))
         moesaic.convert(model, recipe, sparsity=sparsity, calibration=windows)
-        block = next(m for m in model.modules() if isinstance(m, MoesaicNeurons))
+        block = next(
+            m for m in model.modules() if isinstance(m, MoesaicNeurons)
+        )
         inputs_TD = torch.randn(8, arguments.hidden)
         gate_TF = block.act_fn(block.gate_proj(inputs_TD))
         threshold = single_threshold(
@@ -71,7 +73,11 @@ def main() -> None:
         work = hidden * (moe["num_routed"] + 2 * moe["num_active"]) + sketch
         for count in (1, 2, 4, 8):
             x_TD = inputs_TD[:count]
-            found: dict[str, list[float]] = {"dense": [], "pairs": [], "masked": []}
+            found: dict[str, list[float]] = {
+                "dense": [],
+                "pairs": [],
+                "masked": [],
+            }
             for _ in range(CALLS):
                 found["dense"].append(timed(dense, x_TD))
                 for name, pays in (("pairs", True), ("masked", False)):
@@ -79,11 +85,15 @@ def main() -> None:
                     found[name].append(timed(block, x_TD))
             base = statistics.median(found["dense"])
             ratios = [
-                statistics.median(found[name]) / base for name in ("pairs", "masked")
+                statistics.median(found[name]) / base
+                for name in ("pairs", "masked")
             ]
             share = work / (3 * hidden * arguments.neurons)
             cells = [f"{value:.2f}" for value in (share, *ratios)]
-            print(f"| {sparsity:.0%} | {count} | {' | '.join(cells)} |", flush=True)
+            print(
+                f"| {sparsity:.0%} | {count} | {' | '.join(cells)} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -52,17 +52,22 @@ def ablations() -> list[Recipe]:
         (dynamic, "24 directions", {"features": 24}),
     ]
     rows = [
-        replace(base, name=f"{base.name}: {what}", **new) for base, what, new in changes
+        replace(base, name=f"{base.name}: {what}", **new)
+        for base, what, new in changes
     ]
     static = RECIPES["static-repaired"]
     observed = replace(
-        static, name="static-repaired: by observability", importance="observability"
+        static,
+        name="static-repaired: by observability",
+        importance="observability",
     )
     fitted = replace(static, name="static-repaired: W_up refitted", up_steps=4)
     return [ours, dynamic, *rows, static, observed, fitted]
 
 
-def run(arguments: argparse.Namespace, recipes: list[Recipe], **changes: Any) -> Any:
+def run(
+    arguments: argparse.Namespace, recipes: list[Recipe], **changes: Any
+) -> Any:
     settings: dict[str, Any] = {
         "calibration": arguments.calibration[0],
         "text": [arguments.text],
@@ -89,7 +94,11 @@ def ratio_of(result: Any, recipe: str, sparsity: float | None) -> str:
 
 def rows_of(first: str, result: Any, recipes: list[Recipe]) -> list[list[str]]:
     return [
-        [first, recipe.name, *(ratio_of(result, recipe.name, s) for s in SPARSITIES)]
+        [
+            first,
+            recipe.name,
+            *(ratio_of(result, recipe.name, s) for s in SPARSITIES),
+        ]
         for recipe in recipes
     ]
 
@@ -107,7 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0] if __doc__ else None
     )
-    parser.add_argument("what", choices=["ablation", "size", "source", "grain", "load"])
+    parser.add_argument(
+        "what", choices=["ablation", "size", "source", "grain", "load"]
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--calibration", nargs="+", default=["demo"])
     parser.add_argument("--text", default="demo")
@@ -124,19 +135,28 @@ def main() -> None:
         f"{Path(arguments.model).name}, text {Path(arguments.text).name}, {arguments.seeds} seeds, "
         f"torch {torch.__version__}; perplexity over dense\n"
     )
-    ours = [RECIPES["moesaic"], RECIPES["moesaic-dynamic"], RECIPES["static-repaired"]]
+    ours = [
+        RECIPES["moesaic"],
+        RECIPES["moesaic-dynamic"],
+        RECIPES["static-repaired"],
+    ]
     if arguments.what == "ablation":
-        recipes = [recipe for recipe in ablations() if arguments.only in recipe.name]
+        recipes = [
+            recipe for recipe in ablations() if arguments.only in recipe.name
+        ]
         result = run(arguments, recipes)
         names = list(dict.fromkeys(recipe.name for recipe in recipes))
         rows = [
-            [name, *(ratio_of(result, name, s) for s in SPARSITIES)] for name in names
+            [name, *(ratio_of(result, name, s) for s in SPARSITIES)]
+            for name in names
         ]
         table(by_sparsity("recipe"), rows)
     elif arguments.what == "size":
         rows = []
         for tokens in SIZES:
-            result = run(arguments, ours, samples=max(1, tokens // arguments.length))
+            result = run(
+                arguments, ours, samples=max(1, tokens // arguments.length)
+            )
             rows += [
                 [
                     f"{tokens:,}",
@@ -160,13 +180,19 @@ def main() -> None:
             for sparsity in SPARSITIES:
                 total = neurons // size
                 shared = neurons - (total - 1) * size
-                active = max(1, round(((1 - sparsity) * neurons - shared) / size))
+                active = max(
+                    1, round(((1 - sparsity) * neurons - shared) / size)
+                )
                 layout = f"S1A{active}E{total}"
                 result = run(arguments, ours[:2], layout=layout)
                 macs = next(
-                    r["macs"] for r in result["rows"] if r["recipe"] == "moesaic"
+                    r["macs"]
+                    for r in result["rows"]
+                    if r["recipe"] == "moesaic"
                 )
-                cells += [ratio_of(result, recipe.name, None) for recipe in ours[:2]]
+                cells += [
+                    ratio_of(result, recipe.name, None) for recipe in ours[:2]
+                ]
                 cells.append(f"{macs:.3f}")
             rows.append([f"{total} of {size}", *cells])
             if size == 1:
@@ -187,7 +213,13 @@ def main() -> None:
             for row in result["rows"]
         ]  # fmt: skip
         table(
-            ["recipe", "skipped", "worst layer: max / mean load", "dead experts"], rows
+            [
+                "recipe",
+                "skipped",
+                "worst layer: max / mean load",
+                "dead experts",
+            ],
+            rows,
         )
 
 

@@ -60,19 +60,24 @@ class Bench:
         self.arguments = arguments
         tokenizer = load_tokenizer(arguments.model)
         self.dense = load_model(arguments.model, "float32")
-        self.length = min(arguments.length, self.dense.config.max_position_embeddings)
+        self.length = min(
+            arguments.length, self.dense.config.max_position_embeddings
+        )
         ids = to_ids(arguments.data, tokenizer)
         self.ids, self.heldout, _ = hold_out(
             ids, arguments.data, tokenizer, self.length
         )
         assert self.heldout is not None
-        self.kept: tuple[Any, Any] = (None, None)  # the last conversion, by what it was
+        self.kept: tuple[Any, Any] = (
+            None,
+            None,
+        )  # the last conversion, by what it was
         self.kept_dense: tuple[Any, Any] = (None, None)
 
     def perplexity(self, model: Any) -> float:
-        return perplexity(model, self.heldout, self.length, self.arguments.max_tokens)[
-            0
-        ]
+        return perplexity(
+            model, self.heldout, self.length, self.arguments.max_tokens
+        )[0]
 
     def converted(self, recipe: str, sparsity: float, seed: int) -> Any:
         """By NAME or NAME:GRAIN; a copy of the last one where it is asked for again."""
@@ -112,7 +117,9 @@ class Bench:
         self, model: Any, settings: Settings, tuned_teacher: bool = False
     ) -> tuple[float, dict[str, Any]]:
         """Perplexity after training, and what else was seen."""
-        windows = draw_windows(self.ids, settings.samples, self.length, settings.seed)
+        windows = draw_windows(
+            self.ids, settings.samples, self.length, settings.seed
+        )
         teacher = None
         if settings.mix != PLAIN:
             teacher = self.tuned(settings) if tuned_teacher else self.dense
@@ -159,7 +166,8 @@ def table(bench: Bench) -> list[dict[str, Any]]:
         "tuned teacher": (DISTILLED, rate, True),
     }
     losses = {
-        name: losses[name] for name in dict.fromkeys(["plain", *arguments.losses])
+        name: losses[name]
+        for name in dict.fromkeys(["plain", *arguments.losses])
     }
     if arguments.paper:
         losses = {"paper's rate": (PLAIN, PAPER_RATE, False)} | losses
@@ -181,7 +189,9 @@ def table(bench: Bench) -> list[dict[str, Any]]:
                     row.setdefault("free", bench.perplexity(model))
                     settings = bench.settings(seed, lora_lr=rate, mix=mix)
                     row[name], found = bench.trained(model, settings, tuned)
-                    row |= {f"{name}: {key}": value for key, value in found.items()}
+                    row |= {
+                        f"{name}: {key}": value for key, value in found.items()
+                    }
                 say(row)
                 rows.append(row)
     return rows
@@ -199,20 +209,42 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     print("| skipped | recipe | layout | " + " | ".join(names) + " | minutes |")
     print("|---" * (4 + len(names)) + "|")
     for sparsity, recipe in keys:
-        here = [r for r in rows if (r["sparsity"], r["recipe"]) == (sparsity, recipe)]
+        here = [
+            r
+            for r in rows
+            if (r["sparsity"], r["recipe"]) == (sparsity, recipe)
+        ]
         cells, minutes = [], []
         for name in names:
             values = [row[name] for row in here if name in row]
-            own = {"free": "free", "paper's rate": "paper's rate"}.get(name, "plain")
-            over = [row[name] / dense[row["seed"]][own] for row in here if name in row]
-            brackets = f" ({spread(over)})" if over and recipe != "dense" else ""
-            cells.append(f"{statistics.mean(values):.3f}{brackets}" if values else "")
+            own = {"free": "free", "paper's rate": "paper's rate"}.get(
+                name, "plain"
+            )
+            over = [
+                row[name] / dense[row["seed"]][own]
+                for row in here
+                if name in row
+            ]
+            brackets = (
+                f" ({spread(over)})" if over and recipe != "dense" else ""
+            )
+            cells.append(
+                f"{statistics.mean(values):.3f}{brackets}" if values else ""
+            )
             spent = [
-                row[f"{name}: minutes"] for row in here if f"{name}: minutes" in row
+                row[f"{name}: minutes"]
+                for row in here
+                if f"{name}: minutes" in row
             ]
             minutes += [f"{statistics.mean(spent):.1f}"] if spent else []
         layouts = " ".join(dict.fromkeys(row.get("layout", "") for row in here))
-        cells = [f"{sparsity:.0%}", recipe, layouts, *cells, " / ".join(minutes)]
+        cells = [
+            f"{sparsity:.0%}",
+            recipe,
+            layouts,
+            *cells,
+            " / ".join(minutes),
+        ]
         print(f"| {' | '.join(cells)} |")
 
 
@@ -236,7 +268,11 @@ def variants(bench: Bench, what: str) -> list[dict[str, Any]]:
             }
         else:
             cases = {
-                f"{name}, {count}": {"mix": mix, "lora_lr": rate, "samples": count}
+                f"{name}, {count}": {
+                    "mix": mix,
+                    "lora_lr": rate,
+                    "samples": count,
+                }
                 for count in SAMPLES
                 for name, mix, rate in (
                     ("plain", PLAIN, arguments.lora_lr),
@@ -248,7 +284,10 @@ def variants(bench: Bench, what: str) -> list[dict[str, Any]]:
             model = bench.converted(recipe, sparsity, seed)
             found: dict[str, Any] = {}
             if changes.get("samples") == 0:
-                value, dense = bench.perplexity(model), bench.perplexity(bench.dense)
+                value, dense = (
+                    bench.perplexity(model),
+                    bench.perplexity(bench.dense),
+                )
             else:
                 settings = bench.settings(seed, **changes)
                 value, found = bench.trained(model, settings, "tuned" in name)
@@ -304,7 +343,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--lora-lr", type=float, default=3e-4, help="of both losses")
+    parser.add_argument(
+        "--lora-lr", type=float, default=3e-4, help="of both losses"
+    )
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-3])
     names = ["plain", "distilled", "tuned teacher"]
     parser.add_argument(
@@ -320,11 +361,15 @@ def main() -> None:
         default="moesaic-budgets:fine,moesaic,cmoe,static",
         help="NAME[:GRAIN]",
     )
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.25, 0.5])
+    parser.add_argument(
+        "--sparsity", type=float, nargs="+", default=[0.25, 0.5]
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=32_768)
     parser.add_argument("--only", default="", help="mixes: only these")
-    parser.add_argument("--plot", type=Path, help="samples: a PNG of data efficiency")
+    parser.add_argument(
+        "--plot", type=Path, help="samples: a PNG of data efficiency"
+    )
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -336,7 +381,9 @@ def main() -> None:
         rows = variants(bench, arguments.what)
         if arguments.plot:
             skipped = f"{arguments.sparsity[0]:.0%} skipped"
-            title = f"{Path(arguments.model).name}, {arguments.recipes}, {skipped}"
+            title = (
+                f"{Path(arguments.model).name}, {arguments.recipes}, {skipped}"
+            )
             plot_samples(rows, arguments.plot, title)
 
 

@@ -29,7 +29,9 @@ END = "<|endoftext|>"
 CONTEXT = 512
 
 
-def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    documents: list[str], vocab_size: int
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE, so that every text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,11 +44,16 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
     )
     tokenizer.train_from_iterator(documents, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, bos_token=END, model_max_length=CONTEXT
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        bos_token=END,
+        model_max_length=CONTEXT,
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, documents: list[str]
+) -> torch.Tensor:
     """All documents in one row of token ids, each closed by the end token."""
     ids: list[int] = []
     for encoding in tokenizer.backend_tokenizer.encode_batch(documents):
@@ -54,7 +61,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Te
     return torch.tensor(ids)
 
 
-def batch_of(ids: torch.Tensor, size: int, seed: int, step: int) -> torch.Tensor:
+def batch_of(
+    ids: torch.Tensor, size: int, seed: int, step: int
+) -> torch.Tensor:
     """Random windows: a function of seed and step alone, so a resumed run repeats nothing."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(ids) - CONTEXT, (size,), generator=generator)
@@ -62,12 +71,16 @@ def batch_of(ids: torch.Tensor, size: int, seed: int, step: int) -> torch.Tensor
 
 
 @torch.no_grad()
-def mean_loss(model: LlamaForCausalLM, ids: torch.Tensor, max_tokens: int) -> float:
+def mean_loss(
+    model: LlamaForCausalLM, ids: torch.Tensor, max_tokens: int
+) -> float:
     """Nats per predicted token over consecutive windows from the start of the text."""
     model.eval()
     usable = min(len(ids), max_tokens) // CONTEXT * CONTEXT
     windows = ids[:usable].view(-1, CONTEXT)
-    losses = [model(input_ids=w, labels=w).loss.item() for w in windows.split(16)]
+    losses = [
+        model(input_ids=w, labels=w).loss.item() for w in windows.split(16)
+    ]
     sizes = [len(w) for w in windows.split(16)]
     model.train()
     return sum(a * b for a, b in zip(losses, sizes, strict=True)) / sum(sizes)
@@ -83,11 +96,17 @@ def save_state(
         tensors[f"exp_avg.{name}"] = moments["exp_avg"]
         tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
     draft = path.with_suffix(".part")
-    save_file({k: v.detach().contiguous() for k, v in tensors.items()}, draft, {"step": str(step)})
+    save_file(
+        {k: v.detach().contiguous() for k, v in tensors.items()},
+        draft,
+        {"step": str(step)},
+    )
     draft.rename(path)
 
 
-def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> int:
+def load_state(
+    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW
+) -> int:
     from safetensors import safe_open
 
     tensors = load_file(path)
@@ -110,26 +129,46 @@ def plot_curve(curve: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     with curve.open() as file:
-        rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+        rows = [
+            {k: float(v) for k, v in row.items()}
+            for row in csv.DictReader(file)
+        ]
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     tokens = [row["tokens"] / 1e6 for row in rows]
-    axis.plot(tokens, [row["train_loss"] for row in rows], label="train (running mean)")
-    axis.plot(tokens, [row["calibration_loss"] for row in rows], label="calibration modules")
-    axis.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
+    axis.plot(
+        tokens,
+        [row["train_loss"] for row in rows],
+        label="train (running mean)",
+    )
+    axis.plot(
+        tokens,
+        [row["calibration_loss"] for row in rows],
+        label="calibration modules",
+    )
+    axis.set(
+        xlabel="training tokens (millions)", ylabel="loss (nats per token)"
+    )
     axis.set_title("Demo model: learning curve")
     axis.legend()
     figure.savefig(picture, dpi=120)
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for the state, the curve and the model.")],
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder for the state, the curve and the model."),
+    ],
     steps: Annotated[int, typer.Option()] = 3600,
-    batch: Annotated[int, typer.Option(help="Windows of 512 tokens a step.")] = 8,
+    batch: Annotated[
+        int, typer.Option(help="Windows of 512 tokens a step.")
+    ] = 8,
     lr: Annotated[float, typer.Option()] = 3e-3,
     weight_decay: Annotated[float, typer.Option()] = 0.1,
     seed: Annotated[int, typer.Option()] = 0,
     vocab_size: Annotated[int, typer.Option()] = 4096,
-    every: Annotated[int, typer.Option(help="Steps between points of the curve.")] = 200,
+    every: Annotated[
+        int, typer.Option(help="Steps between points of the curve.")
+    ] = 200,
     threads: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Train, or go on with a killed run; the finished model lies in OUTPUT/model."""
@@ -145,7 +184,11 @@ def main(
         tokenizer.save_pretrained(tokenizer_path)
     train, calibration, heldout = (
         encode(tokenizer, documents)
-        for documents in (train_documents, demo_documents("calibration"), demo_documents("heldout"))
+        for documents in (
+            train_documents,
+            demo_documents("calibration"),
+            demo_documents("heldout"),
+        )
     )
     typer.echo(f"tokens: train {len(train):,}, calibration {len(calibration):,}, "
                f"heldout {len(heldout):,}")  # fmt: skip
@@ -186,12 +229,20 @@ def main(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        running = loss.item() if math.isnan(running) else 0.98 * running + 0.02 * loss.item()
+        running = (
+            loss.item()
+            if math.isnan(running)
+            else 0.98 * running + 0.02 * loss.item()
+        )
         if (step + 1) % every == 0 or step + 1 == steps:
             now = mean_loss(model, calibration, 65536)
-            typer.echo(f"step {step + 1}: train {running:.4f}, calibration {now:.4f}")
+            typer.echo(
+                f"step {step + 1}: train {running:.4f}, calibration {now:.4f}"
+            )
             with curve.open("a") as file:
-                file.write(f"{step + 1},{(step + 1) * batch * CONTEXT},{running:.4f},{now:.4f}\n")
+                file.write(
+                    f"{step + 1},{(step + 1) * batch * CONTEXT},{running:.4f},{now:.4f}\n"
+                )
             save_state(state, model, optimizer, step + 1)
 
     model = model.to(torch.bfloat16)

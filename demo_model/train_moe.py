@@ -39,12 +39,18 @@ from moesaic.parts.partition import partition
 from moesaic.parts.routers import expert_energies, expert_grams, linear
 
 EXPERTS, ACTIVE, COMMON, OWN = 8, 2, 64, 88
-GATE_SPREAD = 0.5  # standard deviation of the outer router's logits at the start
+GATE_SPREAD = (
+    0.5  # standard deviation of the outer router's logits at the start
+)
 
 
 def upcycle(dense: Any, ids_NL: torch.Tensor) -> MixtralForCausalLM:
     """The demo model with every FFN shared out to experts; runs 2 of 8 of them for a token."""
-    kept = {k: v for k, v in dense.config.to_dict().items() if k in MixtralConfig().to_dict()}
+    kept = {
+        k: v
+        for k, v in dense.config.to_dict().items()
+        if k in MixtralConfig().to_dict()
+    }
     config = MixtralConfig(
         **(kept | {"model_type": "mixtral", "architectures": None}
            | {"intermediate_size": COMMON + OWN, "num_local_experts": EXPERTS,
@@ -57,7 +63,9 @@ def upcycle(dense: Any, ids_NL: torch.Tensor) -> MixtralForCausalLM:
     assert all(".mlp." in name for name in missing)
     ffns = find_ffns(dense)
     stream = Stream(ffns, ids_NL, torch.device("cpu"))
-    sizes = Sizes(shared=COMMON, expert=OWN, num_routed=EXPERTS, num_active=ACTIVE)
+    sizes = Sizes(
+        shared=COMMON, expert=OWN, num_routed=EXPERTS, num_active=ACTIVE
+    )
     for layer in range(len(ffns.layers)):
         ffn = ffns.read(layer)
         x_TD = torch.cat(list(stream.ffn_inputs(layer)))
@@ -65,7 +73,9 @@ def upcycle(dense: Any, ids_NL: torch.Tensor) -> MixtralForCausalLM:
         generator = np.random.default_rng(layer)
         parts = partition(profile, ffn, RECIPES["moesaic"], sizes, generator)
         experts_RM = torch.from_numpy(parts.experts_RM)
-        energy_TR = expert_energies(ffn.hidden(x_TD), experts_RM, expert_grams(ffn, experts_RM))
+        energy_TR = expert_energies(
+            ffn.hidden(x_TD), experts_RM, expert_grams(ffn, experts_RM)
+        )
         router_RD = linear(lambda x_TD=x_TD: [x_TD], energy_TR, absolute=False)
         router_RD *= GATE_SPREAD / (x_TD @ router_RD.T).std(dim=1).mean()
         mlp: Any = model.model.layers[layer].mlp
@@ -84,26 +94,40 @@ def upcycle(dense: Any, ids_NL: torch.Tensor) -> MixtralForCausalLM:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for the state, the curve and the model.")],
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder for the state, the curve and the model."),
+    ],
     steps: Annotated[int, typer.Option()] = 1200,
-    batch: Annotated[int, typer.Option(help="Windows of 512 tokens a step.")] = 8,
+    batch: Annotated[
+        int, typer.Option(help="Windows of 512 tokens a step.")
+    ] = 8,
     lr: Annotated[float, typer.Option()] = 1e-3,
     weight_decay: Annotated[float, typer.Option()] = 0.1,
     seed: Annotated[int, typer.Option()] = 1,
-    every: Annotated[int, typer.Option(help="Steps between points of the curve.")] = 100,
-    stop_after: Annotated[float, typer.Option(help="Minutes; then it ends as if killed.")] = 1e9,
+    every: Annotated[
+        int, typer.Option(help="Steps between points of the curve.")
+    ] = 100,
+    stop_after: Annotated[
+        float, typer.Option(help="Minutes; then it ends as if killed.")
+    ] = 1e9,
 ) -> None:
     """Train, or go on with a killed run; every point of the curve writes OUTPUT/model."""
     began = time.perf_counter()
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(demo_path())
     train, calibration, heldout = (
-        encode(tokenizer, demo_documents(split)) for split in ("train", "calibration", "heldout")
+        encode(tokenizer, demo_documents(split))
+        for split in ("train", "calibration", "heldout")
     )
     torch.manual_seed(seed)
-    dense = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32).eval()
+    dense = AutoModelForCausalLM.from_pretrained(
+        demo_path(), dtype=torch.float32
+    ).eval()
     model = upcycle(dense, batch_of(train, 32, seed, 0))
-    model.set_experts_implementation("eager")  # under autocast in bf16; grouped_mm is in fp32
+    model.set_experts_implementation(
+        "eager"
+    )  # under autocast in bf16; grouped_mm is in fp32
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
@@ -121,31 +145,43 @@ def main(
         start = mean_loss(model, calibration, 65536)
         typer.echo(f"dense: calibration {mean_loss(dense, calibration, 65536):.4f}; "
                    f"upcycled, untrained: {start:.4f}")  # fmt: skip
-        curve.write_text(f"step,tokens,train_loss,calibration_loss\n0,0,,{start:.4f}\n")
+        curve.write_text(
+            f"step,tokens,train_loss,calibration_loss\n0,0,,{start:.4f}\n"
+        )
     running = math.nan
     for step in range(first, steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 100) * (1 - step / steps)
         ids = batch_of(train, batch, seed, step)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids, output_router_logits=True).loss
+            loss = model(
+                input_ids=ids, labels=ids, output_router_logits=True
+            ).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        running = loss.item() if math.isnan(running) else 0.98 * running + 0.02 * loss.item()
+        running = (
+            loss.item()
+            if math.isnan(running)
+            else 0.98 * running + 0.02 * loss.item()
+        )
         late = time.perf_counter() - began > 60 * stop_after
         if (step + 1) % every == 0 or step + 1 == steps or late:
             now = mean_loss(model, calibration, 65536)
             typer.echo(f"step {step + 1}: train with balance loss {running:.4f}, "
                        f"calibration {now:.4f}, {time.perf_counter() - began:.0f} s")  # fmt: skip
             with curve.open("a") as file:
-                file.write(f"{step + 1},{(step + 1) * batch * CONTEXT},{running:.4f},{now:.4f}\n")
+                file.write(
+                    f"{step + 1},{(step + 1) * batch * CONTEXT},{running:.4f},{now:.4f}\n"
+                )
             save_state(state, model, optimizer, step + 1)
             _save(model, tokenizer, output / "model")
         if late:
             return
-    rounded = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(
+        output / "model", dtype=torch.float32
+    )
     perplexity = math.exp(mean_loss(rounded, heldout, len(heldout)))
     typer.echo(f"held-out perplexity {perplexity:.3f} per token (windows of {CONTEXT}, fp32 "
                f"arithmetic on bf16 weights, CPython {platform.python_version()})")  # fmt: skip

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,10 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 import moesaic
-from moesaic.conversion.plan import make_plan
+from moesaic import load_method
+from moesaic.comparison.entries import METHOD, Entry, _static_of_equal_work
+from moesaic.conversion.options import make_budget
+from moesaic.conversion.plan import Plan, make_plan
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import count_macs, meta_model
 from moesaic.export.stock import common_reasons
@@ -28,26 +30,30 @@ from moesaic.families import DenseFFN, find_ffns
 from moesaic.families.load import check_converted
 from moesaic.finetune.balance import refit_thresholds
 from moesaic.finetune.lora import merge, neuron_routers_of, parameter_groups, wrap
-from moesaic.finetune.masked import WIDTH, masked
+from moesaic.finetune.masked import masked
 from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.train import train
-from moesaic.methods.recipe import RECIPES, Recipe
-from moesaic.modeling import MoesaicNeurons
-from moesaic.parts.routers import sketch_up
+from moesaic.modeling import ConfigError, MoEConfig, MoesaicNeurons
+from moesaic.parts.sketches import sketch_up
 from moesaic.parts.thresholds import single_threshold
 from tests import reference
 from tests.families import CONTEXT, FAMILIES, HIDDEN, LAYERS, NEURONS, tiny_model, tokens
 from tests.mixtures import tiny_mixture
 
-compare_module = importlib.import_module("moesaic.comparison.compare")  # as its function is called
 WINDOWS = tokens(16, CONTEXT, seed=1)
 UNGATED = {"gpt2", "opt", "gpt_neox", "phi", "starcoder2", "nemotron"}
 NAME = "moesaic-neurons"
-EQUAL = replace(RECIPES[NAME], layer_budgets=False)
+NEURON_METHOD = load_method(NAME)
+EQUAL: Any = load_method(NAME, {"layer_budgets": "uniform"})
 
 
-def converted(family: str = "llama", sparsity: float = 0.5, recipe: Any = EQUAL) -> Any:
-    return moesaic.convert(tiny_model(family), recipe, sparsity=sparsity, calibration=WINDOWS)[0]
+def plan_for(family: str, **budget: Any) -> Plan:
+    config = tiny_model(family).config
+    return make_plan(config, "tiny", NEURON_METHOD, make_budget(**({"layout": None} | budget)))
+
+
+def converted(family: str = "llama", sparsity: float = 0.5, method: Any = EQUAL) -> Any:
+    return moesaic.convert(tiny_model(family), method, sparsity=sparsity, calibration=WINDOWS)[0]
 
 
 def neurons_of(model: Any) -> list[Any]:
@@ -110,7 +116,7 @@ def test_the_block_is_the_loop_over_tokens_and_neurons(family: str, count: int) 
             (router.sketch_out.weight, router.sketch_in.weight, router.sketch_out.bias),
             router.up_variance,
             router.selection_bias,
-            ACT2FN[model.config.moesaic["ffn"]["activation"]],
+            ACT2FN[model.config.moesaic.block.activation],
         )
         with torch.no_grad():
             gate_TF = block.act_fn(block.gate_proj(x_TD))
@@ -134,7 +140,7 @@ def test_a_token_that_runs_nothing_and_one_that_runs_all() -> None:
 
 def test_all_neurons_and_no_repair_are_the_dense_model() -> None:
     ids = tokens(2, 40, seed=3)
-    whole = replace(EQUAL, repair="none", intercept=False, up_steps=0)
+    whole = replace(EQUAL, repair_by="none", intercept=False, up_steps=0)
     model, _ = moesaic.convert(tiny_model("llama"), whole, f"S0A{NEURONS}E{NEURONS}", WINDOWS)
     assert all((runs == NEURONS).all() for runs in runs_of(model, ids))
     expected = logits(tiny_model("llama"), ids)
@@ -199,23 +205,22 @@ def test_an_ffn_without_a_gate_is_refused(family: str) -> None:
 
 
 def test_a_mixture_is_refused() -> None:
-    with pytest.raises(MoesaicError, match="has experts of a mixture; take another recipe"):
+    with pytest.raises(MoesaicError, match="has experts of a mixture; take another method"):
         moesaic.convert(tiny_mixture("qwen3_moe"), NAME, sparsity=0.25, calibration=WINDOWS)
 
 
 def test_a_sparsity_that_skips_nothing_and_an_unknown_grain_are_refused() -> None:
-    config = tiny_model("llama").config
     for sparsity in (0.001, 0.999):
         with pytest.raises(MoesaicError, match=f"of {NEURONS} neurons would run"):
-            make_plan(config, "tiny", NAME, sparsity=sparsity)
+            plan_for("llama", sparsity=sparsity)
     with pytest.raises(MoesaicError, match="unknown grain 'dust'"):
-        make_plan(config, "tiny", NAME, sparsity=0.5, grain="dust")
+        plan_for("llama", sparsity=0.5, grain="dust")
 
 
 @pytest.mark.parametrize("sparsity", [0.25, 0.5, 0.75])
 def test_the_budget_holds_where_it_was_fitted(sparsity: float) -> None:
     model = converted("qwen3", sparsity)
-    active = model.config.moesaic["num_active"]
+    active = model.config.moesaic.uniform_sizes.num_active
     assert active == round((1 - sparsity) * NEURONS)
     torch.testing.assert_close(
         runs_of(model, WINDOWS[:14]), torch.full((LAYERS,), float(active)), rtol=0.02, atol=0.2
@@ -223,14 +228,13 @@ def test_the_budget_holds_where_it_was_fitted(sparsity: float) -> None:
 
 
 def test_a_layout_gives_its_budget_and_a_sparsity_its_own() -> None:
-    config = tiny_model("llama").config
-    plan = make_plan(config, "tiny", NAME, "S3A3E8")
+    plan = plan_for("llama", layout="S3A3E8")
     assert str(plan.layout) == f"S0A{NEURONS - 2 * 6}E{NEURONS}"  # two experts of six do not run
-    assert plan.shape == f"on average {NEURONS - 12} of {NEURONS} neurons, gates of all"
-    assert make_plan(config, "tiny", NAME, sparsity=0.5).sizes.active == NEURONS // 2
+    assert plan.words == f"on average {NEURONS - 12} of {NEURONS} neurons, gates of all"
+    assert plan_for("llama", sparsity=0.5).sizes.active == NEURONS // 2
     for wrong in (0.0, 1.0, -1.0):
         with pytest.raises(MoesaicError, match="outside"):
-            make_plan(config, "tiny", NAME, sparsity=wrong)
+            plan_for("llama", sparsity=wrong)
 
 
 def test_no_repair_worsens_the_error_and_static_pruning_loses_more() -> None:
@@ -262,12 +266,14 @@ def test_a_sketch_in_float16_is_in_range() -> None:
 
 def test_static_pruning_of_equal_work_is_compared() -> None:
     """Which gets the multiply-accumulates of the gates and the sketch, in neurons."""
-    config = tiny_model("qwen3").config
-    plan = make_plan(config, "tiny", NAME, sparsity=0.75)
-    static = compare_module._static_of_equal_macs(plan, config, None)
+    plan = plan_for("qwen3", sparsity=0.75)
+    entry = Entry(NAME, METHOD, 0.75, plan)
+    budget = make_budget(None, sparsity=0.75)
+    static = _static_of_equal_work([entry], tiny_model("qwen3").config, budget)
     assert static is not None
+    assert static.label == f"static-repaired, MACs of {NAME}"
     neuron = LAYERS * 3 * HIDDEN
-    assert 0 <= static.macs.total - plan.macs.total < neuron
+    assert 0 <= static.plan.macs.total - plan.macs.total < neuron
 
 
 def test_with_a_target_ratio_layers_keep_equal_budgets(tmp_path: Path) -> None:
@@ -304,7 +310,7 @@ def test_layers_share_a_budget() -> None:
     with torch.no_grad():
         find_ffns(model).read(0).down_DF.mul_(1e-3)
     moesaic.convert(model, NAME, sparsity=0.5, calibration=WINDOWS)
-    budgets = model.config.moesaic["budgets"]
+    budgets = model.config.moesaic.budgets
     assert sum(budgets) == LAYERS * NEURONS // 2
     assert budgets[0] < NEURONS // 2
     assert [block.router.num_active for block in neurons_of(model)] == budgets
@@ -316,14 +322,14 @@ def test_layers_share_a_budget() -> None:
 def test_a_resumed_run_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moesaic.conversion import saved_layers
+    from moesaic.conversion import run as loop
 
     def run(name: str, **more: Any) -> None:
         output = tmp_path / name
         moesaic.convert(tiny_model("qwen3"), NAME, "S1A3E8", WINDOWS, output=output, **more)
 
     run("whole")
-    save, calls = saved_layers.save_layer, []
+    save, calls = loop.save_layer, []
 
     def die(*arguments: Any) -> None:
         calls.append(arguments)
@@ -332,7 +338,7 @@ def test_a_resumed_run_gives_the_same_bytes(
         save(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saved_layers, "save_layer", die)
+        patch.setattr(loop, "save_layer", die)
         with pytest.raises(KeyboardInterrupt):
             run("killed")
     run("killed", resume=True)
@@ -344,9 +350,8 @@ def test_a_resumed_run_gives_the_same_bytes(
 
 
 def test_work_per_token_counts_gates_of_all_and_the_sketch() -> None:
-    config = tiny_model("qwen3").config
-    plan = make_plan(config, "tiny", NAME, sparsity=0.5)
-    directions = min(RECIPES[NAME].features, HIDDEN)
+    plan = plan_for("qwen3", sparsity=0.5)
+    directions = min(EQUAL.directions, HIDDEN)
     assert plan.macs.ffn == LAYERS * HIDDEN * (NEURONS + 2 * NEURONS // 2)
     assert plan.macs.router == LAYERS * directions * (HIDDEN + NEURONS)
     assert plan.macs.active_ffn_fraction == 0.5
@@ -373,29 +378,43 @@ def test_a_bf16_model_keeps_its_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "named"),
     [
-        {"shared_size": 1, "num_routed": NEURONS - 1},
-        {"expert_size": 2, "num_routed": NEURONS // 2},
-        {"ffn": {"gated": False}},
-        {"padded_size": 8},
-        {"num_active": 60},
+        ({"shared": 1, "num_routed": NEURONS - 1}, "expert"),
+        ({"expert": 2, "num_routed": NEURONS // 2}, "expert"),
+        ({"num_active": 60}, "num_active"),
+        ({"intermediate": NEURONS + 1}, "intermediate"),
+        ({"padded_size": 8}, "is damaged"),
     ],
 )
-def test_configurations_that_contradict_themselves(change: dict[str, Any]) -> None:
-    config = copy.deepcopy(converted("qwen3").config)
-    check_converted(config, "mine")
-    for key, value in change.items():
-        inside = isinstance(value, dict)
-        config.moesaic[key] = config.moesaic[key] | value if inside else value
-    with pytest.raises(MoesaicError, match=r"contradicts itself|is damaged"):
-        check_converted(config, "mine")
+def test_sizes_that_contradict_themselves(change: dict[str, Any], named: str) -> None:
+    check_refused(lambda values: values["sizes"][1].update(change), named)
 
 
-@pytest.mark.parametrize("change", [{"grouping": "random"}, {"gating": "topk"}, {"cap": 3}])
-def test_recipes_that_make_no_sense(change: dict[str, Any]) -> None:
-    with pytest.raises(MoesaicError):
-        Recipe(**(EQUAL.to_dict() | change))
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"gated": False}, "router kind"),
+        ({"router": None}, "router"),
+        ({"replacement": "experts"}, "router kind"),
+    ],
+)
+def test_blocks_that_contradict_themselves(change: dict[str, Any], named: str) -> None:
+    check_refused(lambda values: values["block"].update(change), named)
+
+
+def check_refused(change: Callable[[dict[str, Any]], None], named: str) -> None:
+    values = plan_for("qwen3", sparsity=0.5).moe.to_dict()
+    MoEConfig.from_dict(values).check(HIDDEN, LAYERS)
+    change(values)
+    with pytest.raises(ConfigError, match=named):
+        MoEConfig.from_dict(values).check(HIDDEN, LAYERS)
+
+
+@pytest.mark.parametrize("change", [{"groups": "random"}, {"chooser": "topk"}, {"cap": 3}])
+def test_settings_that_it_does_not_have(change: dict[str, Any]) -> None:
+    with pytest.raises(MoesaicError, match=f"unknown setting of method {NAME}"):
+        load_method(NAME, change)
 
 
 # --- fine-tuning -------------------------------------------------------------------------------
@@ -405,15 +424,15 @@ def test_training_computes_the_same_and_its_gradient_reaches_the_choice() -> Non
     """As if a choice were a sigmoid of its score: against autograd through that sigmoid."""
     model = converted("qwen3")
     block, x_TD = neurons_of(model)[0], torch.randn(20, HIDDEN)
-    parent = next(m for m in model.modules() if getattr(m, "neurons", None) is block)
+    assert model.model.layers[0].mlp is block
     names = ["gate_proj.weight", "up_proj.weight", "router.sketch_in.weight"]
     weights = [dict(block.named_parameters())[name] for name in names]
     expected_TD = block(x_TD)
     with masked(model):
-        y_TD = parent(x_TD)
+        y_TD = block(x_TD)
         found = torch.autograd.grad(y_TD.square().sum(), weights)
     torch.testing.assert_close(y_TD, expected_TD, rtol=1e-5, atol=1e-5)
-    assert "forward" not in vars(parent)
+    assert block.view is None
 
     gate_TF = block.act_fn(block.gate_proj(x_TD))
     score_TF = block.router(x_TD, gate_TF)
@@ -422,7 +441,7 @@ def test_training_computes_the_same_and_its_gradient_reaches_the_choice() -> Non
     slope_TD = 2 * y_TD.detach()
     slope_TF = slope_TD @ block.down_proj.weight.T
     chosen = (slope_TF * gate_TF * up_TF * runs_TF).sum()  # the experts' own gradient
-    choice = (slope_TF * (gate_TF * up_TF).detach() * (score_TF / WIDTH).sigmoid()).sum()
+    choice = (slope_TF * (gate_TF * up_TF).detach() * (score_TF / block.router.choice_width).sigmoid()).sum()
     twin = torch.autograd.grad(chosen + choice, weights)
     for ours, theirs in zip(found, twin, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -454,7 +473,7 @@ def test_what_is_trained_and_merged() -> None:
 
 def test_fine_tuning_lowers_the_loss_and_keeps_the_budget() -> None:
     model = converted("qwen3", 0.5)
-    wanted = float(model.config.moesaic["num_active"])
+    wanted = float(model.config.moesaic.uniform_sizes.num_active)
     windows = tokens(48, CONTEXT, seed=1)
     settings_ = Settings(samples=48, sequence_length=CONTEXT, batch_size=8, epochs=2, lora_lr=3e-3)
     done = train(model, windows, settings_, Machine(use_cpu=True))

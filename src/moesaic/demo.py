@@ -84,7 +84,9 @@ def demo_documents(split: str) -> list[str]:
         if _SKIPPED.intersection(parts) or module.startswith("_sysconfigdata"):
             continue
         if _split_of(module) == split:
-            with tokenize.open(path) as source:  # honours the file's own encoding line
+            with tokenize.open(
+                path
+            ) as source:  # honours the file's own encoding line
                 documents.append(source.read())
     if split == "train":
         from pydoc_data.topics import topics

@@ -120,6 +120,10 @@ def layouts_for(
         raise MoesaicError(
             f"sparsity {sparsity}: no layout with {most} experts of an FFN of "
             f"{intermediate_size} neurons reaches it; "
-            + ("give a --layout" if experts else "take another --grain or --sparsity")
+            + (
+                "give a --layout"
+                if experts
+                else "take another --grain or --sparsity"
+            )
         )
     return list(found.values())

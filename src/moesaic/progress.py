@@ -124,7 +124,9 @@ class _Bar:
             console=Console(stderr=True),
             transient=True,
         )
-        self.task = self.progress.add_task(description, total=total, completed=done)
+        self.task = self.progress.add_task(
+            description, total=total, completed=done
+        )
         self.progress.start()
 
     def reach(self, done: int) -> None:
@@ -165,7 +167,9 @@ class _Lines:
     def stop(self) -> None:
         seconds = self.now() - self.started
         if self._finished() and seconds > _MINUTE:
-            _say(f"{self.description}: {self._count()}, took {duration(seconds)}")
+            _say(
+                f"{self.description}: {self._count()}, took {duration(seconds)}"
+            )
 
     def _finished(self) -> bool:
         return self.total is not None and self.done >= self.total

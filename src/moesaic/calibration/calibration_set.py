@@ -58,7 +58,11 @@ class CalibrationSet:
         apart = max(len(ids) // HELD_OUT, length) if samples > 1 else 0
         before = len(ids) - apart
         if before < length:
-            needed = "one sample needs" if samples == 1 else "two that share none need"
+            needed = (
+                "one sample needs"
+                if samples == 1
+                else "two that share none need"
+            )
             raise MoesaicError(
                 f"the calibration text has {len(ids)} tokens, {needed} "
                 f"{min(samples, 2) * length}; give a longer text or a smaller "
@@ -113,7 +117,9 @@ def heldout_windows(samples: int) -> int:
 def check_samples(samples: int, length: int) -> None:
     """Raises MoesaicError for no calibration windows, or more than are profiled."""
     if samples < 1:
-        raise MoesaicError(f"{samples} calibration samples; at least 1 is needed")
+        raise MoesaicError(
+            f"{samples} calibration samples; at least 1 is needed"
+        )
     if samples * length > MOST_TOKENS:
         raise MoesaicError(
             f"{samples} samples of {length} are over {MOST_TOKENS:,} tokens, the most "

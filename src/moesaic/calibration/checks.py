@@ -16,17 +16,25 @@ from moesaic.families import FFNs
 def check_weights(ffns: FFNs, model: Any) -> str:
     """A digest of all weights (two passes over them). Raises MoesaicError for NaN, by name."""
     layers = {
-        id(p): i for i, layer in enumerate(ffns.layers) for p in layer.parameters()
+        id(p): i
+        for i, layer in enumerate(ffns.layers)
+        for p in layer.parameters()
     }
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         values = parameter.detach()
         if not torch.isfinite(values.sum(dtype=torch.float32)):
             where = (
-                f"layer {layers[id(parameter)]}: " if id(parameter) in layers else ""
+                f"layer {layers[id(parameter)]}: "
+                if id(parameter) in layers
+                else ""
             )
-            raise MoesaicError(f"{where}the weights {name!r} hold NaN or infinity")
-        bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+            raise MoesaicError(
+                f"{where}the weights {name!r} hold NaN or infinity"
+            )
+        bits = values.view(
+            torch.int16 if values.element_size() == 2 else torch.int32
+        )
         # Sums of whole numbers do not depend on the order in which threads add them.
         digest.update(
             f"{name} {tuple(values.shape)} {bits.sum(dtype=torch.int64)}".encode()
@@ -36,7 +44,9 @@ def check_weights(ffns: FFNs, model: Any) -> str:
 
 def check_on(model: Any, device: torch.device, why: str) -> None:
     """Raises MoesaicError for a model that is not in whole on the device; `why` it has to be."""
-    home = torch.empty(0, device=device).device  # "cuda" is the GPU of some number
+    home = torch.empty(
+        0, device=device
+    ).device  # "cuda" is the GPU of some number
     if any(parameter.device != home for parameter in model.parameters()):
         raise MoesaicError(
             f"{why} the whole model, which is not on {device} in whole; take --device cpu, or "
@@ -47,7 +57,9 @@ def check_on(model: Any, device: torch.device, why: str) -> None:
 def check_inputs(stream: Stream, layer: int) -> None:
     """Raises MoesaicError where what enters a layer is not finite; names where it comes from."""
     if not torch.isfinite(stream.hidden_NLD.sum(dtype=torch.float32)):
-        where = f"layer {layer - 1} puts out" if layer else "the embeddings put out"
+        where = (
+            f"layer {layer - 1} puts out" if layer else "the embeddings put out"
+        )
         raise MoesaicError(f"{where} NaN or infinity on the calibration text")
 
 

@@ -76,4 +76,6 @@ class ExpertInputs:
 
     def _inputs(self, x_TD: Tensor, split: Split) -> FFNInputs:
         blocks = x_TD.split(BLOCK_TOKENS)
-        return FFNInputs(blocks, split, self.hold_out, self.storage, self.device)
+        return FFNInputs(
+            blocks, split, self.hold_out, self.storage, self.device
+        )

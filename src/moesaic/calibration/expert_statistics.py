@@ -60,13 +60,17 @@ def compute_expert_statistics(
     BLOCK_PAIRS pairs, and with `gram` 4 E M^2 bytes. Raises BrokenExpertsError where
     hidden states are not finite.
     """
-    experts = [ffn.with_unit_rows() for ffn in ffns] if kind.normalise else list(ffns)
+    experts = (
+        [ffn.with_unit_rows() for ffn in ffns] if kind.normalise else list(ffns)
+    )
     first = experts[0]
     count = len(experts)
     device = first.up_FD.device
     neurons = first.intermediate_size
     top_k = min(kind.activation_top_k or 0, neurons)
-    gate_EMD = torch.stack([ffn.gate_FD for ffn in experts if ffn.gate_FD is not None])
+    gate_EMD = torch.stack(
+        [ffn.gate_FD for ffn in experts if ffn.gate_FD is not None]
+    )
     up_EMD = torch.stack([ffn.up_FD for ffn in experts])
     act: Any = ACT2FN[first.activation]
 
@@ -149,7 +153,9 @@ def _packed(inputs: Sequence[FFNInputs]) -> Iterator[_Block]:
                 size_E[e] += len(part_TD)
                 if sum(size_E) >= BLOCK_PAIRS:
                     yield _Block(torch.cat(parts), seen_E, size_E)
-                    seen_E = [a + b for a, b in zip(seen_E, size_E, strict=True)]
+                    seen_E = [
+                        a + b for a, b in zip(seen_E, size_E, strict=True)
+                    ]
                     size_E = [0] * count
                     parts = []
     if parts:
@@ -170,7 +176,9 @@ def grouped_linear(x_PD: Tensor, weight_END: Tensor, size_E: Tensor) -> Tensor:
         ends_E = size_E.cumsum(0, dtype=torch.int32)
         return nn.functional.grouped_mm(x_PD, weight_END.mT, offs=ends_E)
     parts = zip(x_PD.split(size_E.tolist()), weight_END, strict=True)
-    return torch.cat([nn.functional.linear(x_TD, weight) for x_TD, weight in parts])
+    return torch.cat(
+        [nn.functional.linear(x_TD, weight) for x_TD, weight in parts]
+    )
 
 
 def grouped_gram(h_PM: Tensor, size_E: Tensor) -> Tensor:

@@ -68,7 +68,9 @@ class FFNInputs:
 
     def fit(self) -> Iterator[Tensor]:
         """Blocks of the tokens to fit on."""
-        for x_TD in self._fit if self.hold_out else [*self._fit, *self._heldout]:
+        for x_TD in (
+            self._fit if self.hold_out else [*self._fit, *self._heldout]
+        ):
             yield x_TD.to(self.device)
 
     def heldout(self) -> Iterator[Tensor]:
@@ -83,6 +85,8 @@ class FFNInputs:
             return known
         return compute_statistics(self.fit(), ffn, kind, self.tokens)
 
-    def keep_statistics(self, kind: StatisticsKind, statistics: Statistics) -> None:
+    def keep_statistics(
+        self, kind: StatisticsKind, statistics: Statistics
+    ) -> None:
         """Hands over statistics that were computed for many experts at once."""
         self._known[kind] = statistics

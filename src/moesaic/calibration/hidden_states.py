@@ -48,7 +48,9 @@ class Stream:
         )
         for start in range(0, len(ids_NL), self.block):
             part_BL = ids_NL[start : start + self.block]
-            self.hidden_NLD[start : start + self.block] = _bypass(ffns, part_BL)[0]
+            self.hidden_NLD[start : start + self.block] = _bypass(
+                ffns, part_BL
+            )[0]
         self._additive: dict[type[nn.Module], bool] = {}
 
     def ffn_inputs(self, layer: int) -> Iterator[Tensor]:
@@ -66,7 +68,9 @@ class Stream:
         for start, hidden in self._blocks():
             if additive:
                 call, before = self._without_ffn(layer, hidden)
-                self.hidden_NLD[start : start + len(before)] = before.to(self.storage)
+                self.hidden_NLD[start : start + len(before)] = before.to(
+                    self.storage
+                )
             else:
                 call = self._until_ffn(layer, hidden)
             yield call
@@ -88,7 +92,10 @@ class Stream:
     ) -> None:
         """Passes all tokens through a layer, or on from the inputs that its FFN has been given."""
         if calls is not None and self._is_additive(layer):
-            ffn, hidden_TD = self.ffns.replaced(layer), self.hidden_NLD.flatten(0, 1)
+            ffn, hidden_TD = (
+                self.ffns.replaced(layer),
+                self.hidden_NLD.flatten(0, 1),
+            )
             done = 0
             for call in calls:
                 y_TD = ffn(*(call if isinstance(call, tuple) else (call,)))
@@ -112,7 +119,9 @@ class Stream:
         handles = []
         for path in paths:
             module = self.ffns.base.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(_keep_input(seen[path])))
+            handles.append(
+                module.register_forward_pre_hook(_keep_input(seen[path]))
+            )
         try:
             for _, hidden in self._blocks():
                 self._call(layer, hidden)
@@ -123,7 +132,10 @@ class Stream:
 
     def _blocks(self) -> Iterator[tuple[int, Tensor]]:
         for start in range(0, len(self.hidden_NLD), self.block):
-            yield start, self.hidden_NLD[start : start + self.block].to(self.device)
+            yield (
+                start,
+                self.hidden_NLD[start : start + self.block].to(self.device),
+            )
 
     @torch.no_grad()
     def _call(self, layer: int, hidden: Tensor) -> Tensor:
@@ -146,8 +158,12 @@ class Stream:
             if self.ffns.replaced_paths() == (self.ffns.ffn_path,):
                 _, hidden = next(self._blocks())
                 call, before = self._without_ffn(layer, hidden)
-                sum_BLD = before + self.ffns.replaced(layer)(*call).view_as(before)
-                self._additive[kind] = torch.equal(sum_BLD, self._call(layer, hidden))
+                sum_BLD = before + self.ffns.replaced(layer)(*call).view_as(
+                    before
+                )
+                self._additive[kind] = torch.equal(
+                    sum_BLD, self._call(layer, hidden)
+                )
         return self._additive[kind]
 
     def _without_ffn(
@@ -184,7 +200,9 @@ class Stream:
             return reached.call
         finally:
             handle.remove()
-        raise RuntimeError(f"layer {layer} never called its FFN {self.ffns.ffn_path!r}")
+        raise RuntimeError(
+            f"layer {layer} never called its FFN {self.ffns.ffn_path!r}"
+        )
 
 
 def _keep_input(kept: list[Tensor]) -> Callable[..., None]:
@@ -259,7 +277,9 @@ def check_stream(ffns: FFNs, ids_NL: Tensor) -> None:
         for layer in range(len(ffns.layers)):
             stream.advance(layer)
         difference = (stream.hidden_NLD.to(device) - outputs[0]).float().norm()
-        relative = float(difference / outputs[0].float().norm().clamp(min=1e-20))
+        relative = float(
+            difference / outputs[0].float().norm().clamp(min=1e-20)
+        )
     except (
         TypeError,
         ValueError,

@@ -87,7 +87,9 @@ def compute_statistics(
     stride = sample_stride(tokens_to_come)
     energy_F = torch.zeros(neurons, dtype=torch.float64)
     sum_F = torch.zeros_like(energy_F)
-    gram_FF = torch.zeros(neurons, neurons, device=device) if kind.gram else None
+    gram_FF = (
+        torch.zeros(neurons, neurons, device=device) if kind.gram else None
+    )
     tokens = 0
     marks: list[Tensor] = []
     sample_x: list[Tensor] = []
@@ -96,7 +98,9 @@ def compute_statistics(
         if kind.normalise:
             x_TD = torch.nn.functional.normalize(x_TD, dim=-1)
         h_TF = ffn.hidden(x_TD).float()
-        energy_F += torch.linalg.vector_norm(h_TF, dim=0).square().cpu().double()
+        energy_F += (
+            torch.linalg.vector_norm(h_TF, dim=0).square().cpu().double()
+        )
         sum_F += h_TF.sum(0).cpu().double()
         if gram_FF is not None:
             gram_FF.addmm_(h_TF.T, h_TF)

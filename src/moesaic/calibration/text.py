@@ -90,13 +90,17 @@ def _documents_of(name: str, heldout: bool) -> list[str]:
 def _known_on_hub(name: str, heldout: bool) -> list[str]:
     text = _HUB[name]
     split = text.heldout if heldout else text.calibration
-    return _hub(name, text.hub_id, text.configuration, text.files, _USUAL_FIELD, split)
+    return _hub(
+        name, text.hub_id, text.configuration, text.files, _USUAL_FIELD, split
+    )
 
 
 def _named_on_hub(name: str) -> list[str]:
     parts = name.split(":")[1:]
     if len(parts) != 4:
-        raise MoesaicError(f"source {name!r}: expected hub:NAME:CONFIG:SPLIT:FIELD")
+        raise MoesaicError(
+            f"source {name!r}: expected hub:NAME:CONFIG:SPLIT:FIELD"
+        )
     hub_id, configuration, split, field = parts
     return _hub(
         name,
@@ -211,8 +215,12 @@ def _field_of(path: Path, row: str, field: str) -> str:
     record = json.loads(row)
     if isinstance(record, dict) and field in record:
         return _text(record[field])
-    names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    raise MoesaicError(f"{path} has a line without the field {field!r}; it has {names}")
+    names = (
+        ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    )
+    raise MoesaicError(
+        f"{path} has a line without the field {field!r}; it has {names}"
+    )
 
 
 def _text(value: Any) -> str:
@@ -274,4 +282,6 @@ def _texts_of(source: Any, heldout: bool) -> list[Any]:
         return list(source[_USUAL_FIELD])
     if isinstance(source, Iterable) and not isinstance(source, Mapping):
         return list(source)
-    raise MoesaicError(f"a {type(source).__name__} is no text; pass a list of strings")
+    raise MoesaicError(
+        f"a {type(source).__name__} is no text; pass a list of strings"
+    )

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from moesaic.cli.options import Device, Dtype, Grain, Resume, SequenceLength, Trust
+from moesaic.cli.options import (
+    Device,
+    Dtype,
+    Grain,
+    Resume,
+    SequenceLength,
+    Trust,
+)
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import comparison_table, out
 from moesaic.errors import MoesaicError
@@ -30,7 +37,9 @@ def compare_command(
     ] = "moesaic,moesaic-dynamic,cmoe",
     sparsity: Annotated[
         str,
-        typer.Option(help="Shares of the FFN neurons that a token skips, with commas."),
+        typer.Option(
+            help="Shares of the FFN neurons that a token skips, with commas."
+        ),
     ] = "0.25,0.5",
     layout: Annotated[
         str | None,
@@ -53,7 +62,9 @@ def compare_command(
     ] = None,
     seeds: Annotated[
         int,
-        typer.Option(help="Repeat so often, on other calibration windows each time."),
+        typer.Option(
+            help="Repeat so often, on other calibration windows each time."
+        ),
     ] = 3,
     samples: Annotated[
         int | None,
@@ -64,11 +75,15 @@ def compare_command(
     sequence_length: SequenceLength = None,
     max_tokens: Annotated[
         int,
-        typer.Option(help="Measure on so many tokens, from the start of each text."),
+        typer.Option(
+            help="Measure on so many tokens, from the start of each text."
+        ),
     ] = 65_536,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for compare.json, compare.md and compare.png."),
+        typer.Option(
+            help="Folder for compare.json, compare.md and compare.png."
+        ),
     ] = None,
     resume: Resume = False,
     device: Device = "auto",

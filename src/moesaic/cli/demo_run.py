@@ -47,7 +47,9 @@ def run_demo(output: Path, say: Callable[[str], Any]) -> list[DemoRow]:
     def row(name: str, model: Any, seconds: float | None) -> DemoRow:
         value, _ = perplexity(model, ids, length, HELDOUT_TOKENS)
         macs = count_macs(model, 1)
-        return DemoRow(name, value, macs.active_ffn_fraction, macs.total, seconds)
+        return DemoRow(
+            name, value, macs.active_ffn_fraction, macs.total, seconds
+        )
 
     say("dense model: evaluating")
     rows = [row("dense", dense, None)]

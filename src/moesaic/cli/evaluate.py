@@ -27,7 +27,9 @@ from moesaic.progress import progress
 def evaluate_command(
     model: Annotated[
         str,
-        typer.Argument(help="A model: hub id, folder (dense or converted), or demo."),
+        typer.Argument(
+            help="A model: hub id, folder (dense or converted), or demo."
+        ),
     ],
     text: Annotated[
         list[str] | None,
@@ -40,7 +42,9 @@ def evaluate_command(
     sequence_length: SequenceLength = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Use only so many tokens, from the start of each text."),
+        typer.Option(
+            help="Use only so many tokens, from the start of each text."
+        ),
     ] = None,
     against: Annotated[
         str | None,
@@ -98,7 +102,9 @@ def _default_dense(model: str, trust_remote_code: bool) -> str | None:
         return None
     dense = load.dense_of(model, config)
     if dense is None:
-        err.print("the dense model was not found: no comparison; name it by --against")
+        err.print(
+            "the dense model was not found: no comparison; name it by --against"
+        )
         return None
     try:
         load.load_config(dense, trust_remote_code)
@@ -134,4 +140,6 @@ def _print(result: dict[str, Any]) -> None:
             )
     out.print(table)
     for source, ratio in result.get("ratio", {}).items():
-        out.print(f"ratio on {source}: {ratio:.4f} (perplexity over the dense model's)")
+        out.print(
+            f"ratio on {source}: {ratio:.4f} (perplexity over the dense model's)"
+        )

@@ -92,7 +92,9 @@ def export_command(
     write_json(json_file, report.to_dict())
 
 
-def _explain(model: str, json_file: Path | None, trust_remote_code: bool) -> None:
+def _explain(
+    model: str, json_file: Path | None, trust_remote_code: bool
+) -> None:
     quieten()
     from moesaic.export.fits import explain
 

@@ -152,7 +152,10 @@ def finetune_command(
 ) -> None:
     """Make a converted model better by a little training."""
     check_json_file(json_file)
-    if json_file is not None and output.absolute() in json_file.absolute().parents:
+    if (
+        json_file is not None
+        and output.absolute() in json_file.absolute().parents
+    ):
         raise MoesaicError(
             f"--json {json_file} is inside the output; choose another file"
         )
@@ -241,7 +244,9 @@ def _print(report: FinetuneReport, output: Path) -> None:
             if report.folded
             else "kept, for folding loses too much"
         )
-        out.print(f"trained gates: {how} ({report.folded_perplexity:.4f} folded)")
+        out.print(
+            f"trained gates: {how} ({report.folded_perplexity:.4f} folded)"
+        )
     if report.merged and report.loads_before and not report.folded:
         out.print(
             "note: stock architectures cannot hold the trained gates; moesaic export refuses"

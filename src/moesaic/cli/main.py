@@ -94,9 +94,7 @@ def _gpu_is_full(error: RuntimeError) -> bool:
 
 def _less_memory() -> str:
     if sys.argv[1] == "finetune":
-        return (
-            "--micro-batch 1, --gradient-checkpointing or a smaller --sequence-length"
-        )
+        return "--micro-batch 1, --gradient-checkpointing or a smaller --sequence-length"
     return "--device cpu or shorter windows (--sequence-length)"
 
 

@@ -21,7 +21,9 @@ err = Console(stderr=True, soft_wrap=True)
 
 Trust = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run code that the model brings along."),
+    typer.Option(
+        "--trust-remote-code", help="Run code that the model brings along."
+    ),
 ]
 Device = Annotated[
     str,
@@ -71,7 +73,9 @@ def numbers(option: str, text: str | None) -> list[int] | None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(_is_whole_number(word) for word in words):
-        raise MoesaicError(f"{option} {text!r}: give whole numbers such as 0,3,7")
+        raise MoesaicError(
+            f"{option} {text!r}: give whole numbers such as 0,3,7"
+        )
     return [int(word) for word in words]
 
 
@@ -114,7 +118,9 @@ def check_json_file(path: Path | None) -> None:
         return
     folder = path.absolute().parent
     if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise MoesaicError(f"--json {path} is no file in a folder that can be written")
+        raise MoesaicError(
+            f"--json {path} is no file in a folder that can be written"
+        )
 
 
 def write_json(path: Path | None, values: Any) -> None:
@@ -135,5 +141,7 @@ def program() -> str:
 
 def typed_command() -> str:
     """The command as model cards keep it. A resumed run is the run that it resumes."""
-    kept = [word for word in sys.argv[1:] if word not in {"--resume", "--overwrite"}]
+    kept = [
+        word for word in sys.argv[1:] if word not in {"--resume", "--overwrite"}
+    ]
     return shlex.join(["moesaic", *kept])

@@ -42,7 +42,9 @@ REFERENCE_HEADS = {
 }
 
 # What columns mean that stand in several tables.
-PERPLEXITY = "perplexity: how unsure the model is of the next token, lower is better"
+PERPLEXITY = (
+    "perplexity: how unsure the model is of the next token, lower is better"
+)
 ACTIVE_FFN = "active FFN: share of the FFN neurons that a token computes"
 MAX_LOAD = "load max/mean: tokens of the most used expert, over the mean of all"
 DEAD = "dead: experts that hardly any token runs"
@@ -61,7 +63,9 @@ MEANING = {
 }
 
 
-def explained(*columns: str | Column, meanings: Sequence[str], **looks: Any) -> Table:
+def explained(
+    *columns: str | Column, meanings: Sequence[str], **looks: Any
+) -> Table:
     """An empty table, below which stands what its columns mean, a line each."""
     caption = Text("\n".join(meanings))
     return Table(*columns, caption=caption, caption_justify="left", **looks)
@@ -182,7 +186,9 @@ def _print_notes(report: ConversionReport) -> None:
     """Each note once, with the layers that it is of."""
     notes = {note for layer in report.layers for note in layer.notes}
     for note in sorted(notes):
-        where = [str(layer.layer) for layer in report.layers if note in layer.notes]
+        where = [
+            str(layer.layer) for layer in report.layers if note in layer.notes
+        ]
         out.print(f"layers {', '.join(where)}: {note}")
 
 
@@ -196,7 +202,9 @@ def _print_warnings(report: ConversionReport) -> None:
         )
     behind = [layer for layer in report.layers if layer.better_static]
     if behind:
-        which = ", ".join(f"{layer.layer} ({layer.better_static})" for layer in behind)
+        which = ", ".join(
+            f"{layer.layer} ({layer.better_static})" for layer in behind
+        )
         out.print(
             f"routing does not beat static pruning at the same budget in layers {which}"
         )
@@ -260,7 +268,9 @@ def comparison_table(result: dict[str, Any]) -> None:
             if row["sparsity"] == sparsity:
                 table.add_row(*folded(*cells_of(Row(**row))))
         out.print(table)
-    bases = ", ".join(f"{text} {value:.3f}" for text, value in result["dense"].items())
+    bases = ", ".join(
+        f"{text} {value:.3f}" for text, value in result["dense"].items()
+    )
     out.print(f"dense perplexity: {bases}")
     for line in result["remarks"]:
         out.print(line)

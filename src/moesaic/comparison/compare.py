@@ -47,7 +47,11 @@ REFERENCES = ("static", "static-repaired", "random", "oracle", "neuron-oracle")
 
 def compare(
     model: str,
-    recipes: Sequence[str | Path | Method] = ("moesaic", "moesaic-dynamic", "cmoe"),
+    recipes: Sequence[str | Path | Method] = (
+        "moesaic",
+        "moesaic-dynamic",
+        "cmoe",
+    ),
     *,
     sparsity: Sequence[float] = (0.25, 0.5),
     layout: str | None = None,
@@ -81,7 +85,9 @@ def compare(
     """
     methods = tuple(load_method(recipe) for recipe in recipes)
     known = {method.name for method in methods}
-    others = tuple(load_method(name) for name in references if name not in known)
+    others = tuple(
+        load_method(name) for name in references if name not in known
+    )
     options = CompareOptions(
         model=model,
         methods=methods,
@@ -123,7 +129,9 @@ def run_comparison(
         CalibrationSet.sample(ids, samples, length, seed)
         for seed in range(options.seeds)
     ]
-    dense = load_model(options.model, options.dtype, options.trust_remote_code, device)
+    dense = load_model(
+        options.model, options.dtype, options.trust_remote_code, device
+    )
     ffns = find_ffns(dense)
     check_vocabulary(dense, ids)
     evaluation = _Evaluation(texts, length, options.max_tokens)
@@ -158,13 +166,17 @@ def run_comparison(
             progress(name)
             try:
                 cell = work.cell(entry, calibration, seed)
-            except MoesaicError as error:  # one that diverges must not cost the others
+            except (
+                MoesaicError
+            ) as error:  # one that diverges must not cost the others
                 left_out.append(f"without {name}: {error}")
                 continue
             results.cells[entry.key(seed)] = cell
             results.write()
     wanted = [
-        entry.key(seed) for entry in planned.entries for seed in range(options.seeds)
+        entry.key(seed)
+        for entry in planned.entries
+        for seed in range(options.seeds)
     ]
     return results.finish(wanted, left_out)
 
@@ -186,7 +198,8 @@ class _Evaluation:
 
     def digests(self) -> dict[str, str]:
         return {
-            name: _digest(ids[: self.max_tokens]) for name, ids in self.texts.items()
+            name: _digest(ids[: self.max_tokens])
+            for name, ids in self.texts.items()
         }
 
 
@@ -199,7 +212,9 @@ class _Work:
     device: torch.device
     evaluation: _Evaluation
 
-    def cell(self, entry: Entry, calibration: CalibrationSet, seed: int) -> Cell:
+    def cell(
+        self, entry: Entry, calibration: CalibrationSet, seed: int
+    ) -> Cell:
         """Converts in memory, evaluates, and puts the dense FFNs back."""
         seconds: dict[str, float] = {}
         started = time.perf_counter()
@@ -219,7 +234,8 @@ class _Work:
             role=entry.role,
             saves=entry.method.saves,
             routes=plan.moe.router is not None,
-            repairs=isinstance(entry.method, FFNMethod) and entry.method.fits_weights,
+            repairs=isinstance(entry.method, FFNMethod)
+            and entry.method.fits_weights,
             sparsity=entry.sparsity,
             seed=seed,
             layout=plan.label,
@@ -228,7 +244,9 @@ class _Work:
             macs=plan.macs.total / plan.dense_macs.total,
             perplexity=values,
             relative_error=[layer.relative_error for layer in layers],
-            better_static=[layer.layer for layer in layers if layer.better_static],
+            better_static=[
+                layer.layer for layer in layers if layer.better_static
+            ],
             load_max_over_mean=_unevenness(loads),
             dead_experts=_dead_experts(loads),
             notes=_notes(layers),
@@ -265,7 +283,9 @@ class _Results:
     cells: dict[str, Cell]
 
     @classmethod
-    def take_up(cls, options: CompareOptions, settings: dict[str, Any]) -> _Results:
+    def take_up(
+        cls, options: CompareOptions, settings: dict[str, Any]
+    ) -> _Results:
         """The cells that an earlier run finished.
 
         Raises MoesaicError where it had other settings.
@@ -285,8 +305,16 @@ class _Results:
             values: dict[str, Any] = json.loads(path.read_text("utf-8"))
             earlier = values["settings"]
             dense = values["dense"]
-            cells = {key: Cell.from_dict(one) for key, one in values["cells"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            cells = {
+                key: Cell.from_dict(one) for key, one in values["cells"].items()
+            }
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise MoesaicError(
                 f"{path} cannot be resumed ({error!r}); remove it"
             ) from error
@@ -304,7 +332,11 @@ class _Results:
 
     def write(self, result: dict[str, Any] | None = None) -> None:
         values = result or (self.to_dict() | {"rows": []})
-        _write(self.options.output, "compare.json", json.dumps(values, indent=2) + "\n")
+        _write(
+            self.options.output,
+            "compare.json",
+            json.dumps(values, indent=2) + "\n",
+        )
 
     def finish(self, wanted: list[str], left_out: list[str]) -> dict[str, Any]:
         """Ranks the cells that were asked for; writes table, page and plot."""

@@ -42,7 +42,9 @@ class Entry:
         settings = self.method.to_dict() | {"layout": self.plan.label}
         text = json.dumps(settings, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return f"{self.label} {self.sparsity or self.plan.label} {seed} {digest}"
+        return (
+            f"{self.label} {self.sparsity or self.plan.label} {seed} {digest}"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
         ]
         for method in options.references:
             try:
-                entries.append(_entry(options, config, method, REFERENCE, budget))
+                entries.append(
+                    _entry(options, config, method, REFERENCE, budget)
+                )
             except MoesaicError as error:
                 left_out.append(f"without {method.name}: {error}")
     repaired = [m for m in options.references if m.name == "static-repaired"]
@@ -81,7 +85,11 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
 
 
 def _entry(
-    options: CompareOptions, config: Any, method: Method, role: str, budget: Budget
+    options: CompareOptions,
+    config: Any,
+    method: Method,
+    role: str,
+    budget: Budget,
 ) -> Entry:
     plan = make_plan(config, options.model, method, budget)
     return Entry(method.name, role, budget.sparsity, plan)

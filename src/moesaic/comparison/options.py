@@ -50,4 +50,6 @@ class CompareOptions:
         """One layout for all methods, or a budget for each sparsity."""
         if self.layout is not None:
             return [make_budget(self.layout)]
-        return [Budget(None, sparsity, self.grain) for sparsity in self.sparsities]
+        return [
+            Budget(None, sparsity, self.grain) for sparsity in self.sparsities
+        ]

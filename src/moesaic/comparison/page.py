@@ -17,7 +17,15 @@ _EXPLAINED = (
 def headers(texts: list[str]) -> list[str]:
     """The columns of a comparison's table."""
     ratios = [f"over dense: {Path(text).name}" for text in texts]
-    return ["method", "layout", "active FFN", "MACs", *ratios, "load max/mean", "dead"]
+    return [
+        "method",
+        "layout",
+        "active FFN",
+        "MACs",
+        *ratios,
+        "load max/mean",
+        "dead",
+    ]
 
 
 def cells_of(row: Row) -> list[str]:
@@ -53,8 +61,12 @@ def markdown(
     length = calibration["sequence_length"]
     tokens = calibration["samples"] * length
     seeds = rows[0].seeds if rows else 0
-    bases = ", ".join(f"{Path(text).name} {value:.3f}" for text, value in dense.items())
-    versions = ", ".join(f"{name} {v}" for name, v in settings["versions"].items())
+    bases = ", ".join(
+        f"{Path(text).name} {value:.3f}" for text, value in dense.items()
+    )
+    versions = ", ".join(
+        f"{name} {v}" for name, v in settings["versions"].items()
+    )
     source = Path(calibration["source"]).name
     lines = [
         f"# {Path(settings['model']).name}: methods at equal budgets",

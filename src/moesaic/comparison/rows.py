@@ -87,7 +87,9 @@ def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
         text: [cell.perplexity[text] / base for cell in cells]
         for text, base in dense.items()
     }
-    loads = [cell.load_max_over_mean for cell in cells if cell.load_max_over_mean]
+    loads = [
+        cell.load_max_over_mean for cell in cells if cell.load_max_over_mean
+    ]
     notes = {note for cell in cells for note in cell.notes}
     behind = {layer for cell in cells for layer in cell.better_static}
     return Row(
@@ -100,7 +102,9 @@ def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
         layout=first.layout,
         active_ffn_fraction=first.active_ffn_fraction,
         macs=first.macs,
-        ratio={text: statistics.mean(values) for text, values in ratios.items()},
+        ratio={
+            text: statistics.mean(values) for text, values in ratios.items()
+        },
         spread={text: _spread(values) for text, values in ratios.items()},
         seeds=len(cells),
         load_max_over_mean=max(loads, default=None),
@@ -128,7 +132,9 @@ def remarks(rows: list[Row]) -> list[str]:
     lines = []
     for row in rows:
         if row.saves:
-            lines += [f"{row.method} {row.layout}: {note}" for note in row.notes]
+            lines += [
+                f"{row.method} {row.layout}: {note}" for note in row.notes
+            ]
     for sparsity, here in by_sparsity(rows).items():
         lines += _remarks_at(sparsity, here)
     return lines
@@ -152,11 +158,15 @@ def _remarks_at(sparsity: float | None, rows: list[Row]) -> list[str]:
     for place in static:
         behind = [row.method for row in rows[place + 1 :] if _competes(row)]
         if behind:
-            lines.append(f"{where}{rows[place].method} beats {', '.join(behind)}")
+            lines.append(
+                f"{where}{rows[place].method} beats {', '.join(behind)}"
+            )
     for row in rows[: reference[0]]:
         if row.better_static and row.saves:
             layers = ", ".join(map(str, row.better_static))
-            lines.append(f"{where}static pruning beats {row.method} in layer {layers}")
+            lines.append(
+                f"{where}static pruning beats {row.method} in layer {layers}"
+            )
     return lines
 
 

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from moesaic.calibration.checks import blame_a_layer, check_vocabulary, check_weights
+from moesaic.calibration.checks import (
+    blame_a_layer,
+    check_vocabulary,
+    check_weights,
+)
 from moesaic.calibration.hidden_states import Stream, check_stream
 from moesaic.conversion.layer_budgets import share_budgets
 from moesaic.conversion.layer_error import LayerReport
@@ -151,7 +155,10 @@ def run_conversion(options: ConvertOptions) -> tuple[Any, ConversionReport]:
 
 def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
     """Loads the model, finds its FFNs, checks both, and chooses the plan."""
-    if options.in_memory and (options.dtype, options.device) != ("auto", "auto"):
+    if options.in_memory and (options.dtype, options.device) != (
+        "auto",
+        "auto",
+    ):
         raise MoesaicError(
             "a model in memory keeps its dtype and device; move it before the call"
         )
@@ -166,7 +173,9 @@ def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
     moe = replace(search.plan.moe, calibration=_calibration_of(prepared))
     plan = search.plan.with_moe(moe)
     report = _new_report(prepared, plan, search)
-    return _Conversion(prepared, dense, ffns, device, plan, report, digest, dtype)
+    return _Conversion(
+        prepared, dense, ffns, device, plan, report, digest, dtype
+    )
 
 
 def _device_of(options: ConvertOptions) -> torch.device:
@@ -180,7 +189,9 @@ def _load(options: ConvertOptions, device: torch.device) -> Any:
     if options.in_memory:
         dense = options.model
     else:
-        dense = load_model(options.model, options.dtype, options.trust_remote_code)
+        dense = load_model(
+            options.model, options.dtype, options.trust_remote_code
+        )
     if any(parameter.is_meta for parameter in dense.parameters()):
         raise MoesaicError(
             f"{options.model_name} has weights that are not in memory; pass its folder "
@@ -210,7 +221,9 @@ def _calibration_of(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _new_report(prepared: Prepared, plan: Plan, search: Search) -> ConversionReport:
+def _new_report(
+    prepared: Prepared, plan: Plan, search: Search
+) -> ConversionReport:
     calibration = _calibration_of(prepared)
     return ConversionReport(
         model=plan.model,
@@ -276,7 +289,9 @@ class _Conversion:
             self.convert(draft)
             self.report.perplexity = self._perplexity()
             files = self._files()
-            drafts.finish(draft, output, self.dense, self.prepared.tokenizer, files)
+            drafts.finish(
+                draft, output, self.dense, self.prepared.tokenizer, files
+            )
 
     def _share_budgets(self, draft: Path | None) -> None:
         """Budgets of layers: those that an earlier run came to, if it did."""
@@ -285,7 +300,9 @@ class _Conversion:
             self.plan = self.plan.with_moe(self.plan.moe.with_budgets(saved))
             return
         tell = Console(stderr=True, quiet=not self.options.progress).print
-        shares = getattr(self.plan.method, "layer_budgets", "uniform") != "uniform"
+        shares = (
+            getattr(self.plan.method, "layer_budgets", "uniform") != "uniform"
+        )
         if not shares:
             return
         if self.options.target_ratio is not None:
@@ -322,11 +339,18 @@ class _Conversion:
             return
         self.report.heldout = validation.name
         try:
-            self.report.dense_perplexity, self.report.heldout_tokens = perplexity(
-                self.dense, validation.ids, self.prepared.length, HELDOUT_TOKENS
+            self.report.dense_perplexity, self.report.heldout_tokens = (
+                perplexity(
+                    self.dense,
+                    validation.ids,
+                    self.prepared.length,
+                    HELDOUT_TOKENS,
+                )
             )
         except MoesaicError:
-            blame_a_layer(Stream(self.ffns, self.prepared.windows_NL, self.device))
+            blame_a_layer(
+                Stream(self.ffns, self.prepared.windows_NL, self.device)
+            )
             raise
 
     def _perplexity(self) -> float | None:
@@ -348,7 +372,9 @@ class _Conversion:
         command = self.options.command or call
         report = json.dumps(self.report.to_dict(timing=False), indent=2)
         return {
-            "README.md": model_card(self.report, self.plan.moe, licence, command),
+            "README.md": model_card(
+                self.report, self.plan.moe, licence, command
+            ),
             "moesaic_report.json": report + "\n",
         }
 
@@ -358,7 +384,10 @@ class _Conversion:
         windows = self.prepared.windows_NL.numpy().tobytes()
         outer = None
         if moe.outer is not None:
-            outer = {"experts": moe.outer.chosen, "min_tokens": moe.outer.min_tokens}
+            outer = {
+                "experts": moe.outer.chosen,
+                "min_tokens": moe.outer.min_tokens,
+            }
         run = {
             "model": self.plan.model,
             "weights": self.digest,

@@ -39,10 +39,14 @@ from moesaic.parts.repair import TOKENS_PER_NEURON
 from moesaic.parts.thresholds import soft_choice
 
 ROUNDS = 4
-CHUNK = 256  # tokens whose probabilities of all words are held at once, in float32
+CHUNK = (
+    256  # tokens whose probabilities of all words are held at once, in float32
+)
 STEP = 0.1  # of a layer's experts: the most that a round adds or takes
 LEAST = 0.05  # of a layer's experts that run on average; one at least
-TRIAL_TOKENS = 8192  # to convert on in a round; more where least squares wants more
+TRIAL_TOKENS = (
+    8192  # to convert on in a round; more where least squares wants more
+)
 PROBE_TOKENS = 4096  # of those held out, which no weight is fitted to
 
 Budgets = tuple[int, ...]
@@ -100,7 +104,9 @@ def share_budgets(
             trial_plan = plan.with_moe(plan.moe.with_budgets(budgets))
             run = Run(stream, trial_plan, trial_set, seed, trial=True)
             run.replace_ffns(method)
-            modules: list[Any] = [ffns.replaced(layer) for layer in plan.moe.layers]
+            modules: list[Any] = [
+                ffns.replaced(layer) for layer in plan.moe.layers
+            ]
             return marginal_values(dense, modules, probe_NL, wanted)
 
     budgets = search_budgets(plan, measure, tell)
@@ -125,7 +131,9 @@ def search_budgets(
             line = f"{what} per token {', '.join(map(str, budgets))}"
             try:
                 tried[budgets] = measure(budgets)
-            except MoesaicError as error:  # diverged; what was tried before has not
+            except (
+                MoesaicError
+            ) as error:  # diverged; what was tried before has not
                 if not tried:
                     raise
                 tell(f"{line}: {error}")
@@ -141,7 +149,9 @@ def _can_differ(plan: Plan, ffns: FFNs, tell: Callable[[str], Any]) -> bool:
     if len(plan.moe.layers) < 2 or sizes.num_active == sizes.num_routed:
         return False
     if isinstance(ffns, Mixtures):
-        tell("the layers of a model that is a mixture already keep equal budgets")
+        tell(
+            "the layers of a model that is a mixture already keep equal budgets"
+        )
         return False
     return True
 
@@ -164,7 +174,8 @@ def marginal_values(
     whose experts run gets the mean of the others. Raises MoesaicError where a figure is not finite.
     """
     shift_L = [
-        torch.zeros((), device=probe_NL.device, requires_grad=True) for _ in blocks
+        torch.zeros((), device=probe_NL.device, requires_grad=True)
+        for _ in blocks
     ]
     bump_L = [torch.zeros((), device=probe_NL.device) for _ in blocks]
     for layer, block in enumerate(blocks):
@@ -186,7 +197,9 @@ def marginal_values(
     ).double()
     weight_L = torch.stack(bump_L).double()
     free_L = weight_L > 0
-    value_L = torch.where(free_L, -slope_L / weight_L.clamp(min=1e-30), 0.0).cpu()
+    value_L = torch.where(
+        free_L, -slope_L / weight_L.clamp(min=1e-30), 0.0
+    ).cpu()
     value_L[~free_L.cpu()] = value_L.sum() / max(int(free_L.sum()), 1)
     loss /= probe_NL.numel()
     if not math.isfinite(loss) or not torch.isfinite(value_L).all():
@@ -200,7 +213,9 @@ def marginal_values(
 def _shifted(shift: Tensor, layer: int, bump_L: list[Tensor]) -> View:
     """A view whose gates rise near the threshold with `shift`, a 0."""
 
-    def gates(router: Any, values: Callable[[], Tensor], gate_TR: Tensor) -> Tensor:
+    def gates(
+        router: Any, values: Callable[[], Tensor], gate_TR: Tensor
+    ) -> Tensor:
         with torch.no_grad():
             soft_TR = soft_choice(values())
             bump_TR = soft_TR * (1 - soft_TR)
@@ -213,7 +228,9 @@ def _shifted(shift: Tensor, layer: int, bump_L: list[Tensor]) -> View:
 @contextmanager
 def _without_gradients(model: Any) -> Iterator[None]:
     """No weight of a model gets a gradient for a while."""
-    wanting = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    wanting = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
     for parameter in wanting:
         parameter.requires_grad_(False)
     try:
@@ -250,7 +267,11 @@ def whole_budgets(share_L: Tensor, routed: int, total: int) -> tuple[int, ...]:
     budgets = [min(max(int(value), 1), routed) for value in exact]
     while (missing := total - sum(budgets)) != 0:
         step = 1 if missing > 0 else -1
-        free = [i for i, budget in enumerate(budgets) if 1 <= budget + step <= routed]
+        free = [
+            i
+            for i, budget in enumerate(budgets)
+            if 1 <= budget + step <= routed
+        ]
         nearest = max(free, key=lambda i: step * (exact[i] - budgets[i]))
         budgets[nearest] += step
     return tuple(budgets)

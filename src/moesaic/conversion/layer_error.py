@@ -16,14 +16,20 @@ from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import PLAIN, SAMPLE_TOKENS
 from moesaic.families import DenseFFN
-from moesaic.methods.expert_method import Made, fit_static_reference, static_neurons
+from moesaic.methods.expert_method import (
+    Made,
+    fit_static_reference,
+    static_neurons,
+)
 from moesaic.modeling import Sizes
 from moesaic.parts.energies import expert_energies, expert_grams
 from moesaic.parts.importance import output_norms
 from moesaic.parts.partition import Partition
 from moesaic.parts.repair import TOKENS_PER_NEURON, Repair
 
-MOST_TOKENS = 1024  # the oracle needs every expert's output, so a sample must do
+MOST_TOKENS = (
+    1024  # the oracle needs every expert's output, so a sample must do
+)
 
 
 @dataclass
@@ -107,7 +113,9 @@ class _Yardstick:
 
     def error(self, y_TD: Tensor) -> float:
         difference_TD = y_TD - self.dense_TD
-        return difference_TD.square().sum(dtype=torch.float64).item() / self.energy
+        return (
+            difference_TD.square().sum(dtype=torch.float64).item() / self.energy
+        )
 
     def masked_error(self, mask_TF: Tensor) -> float:
         return self.error((self.h_TF * mask_TF) @ self.down_FD)
@@ -157,7 +165,9 @@ def measure_layer(
         references=references,
         repair=None if made.repair is None else made.repair.name,
         notes=list(made.notes),
-        kept_energy=[] if made.partition is None else made.partition.kept_energy,
+        kept_energy=[]
+        if made.partition is None
+        else made.partition.kept_energy,
     )
     if routing is not None:
         _add_routing(report, routing, sizes)
@@ -213,7 +223,9 @@ def _token_references(
     }
 
 
-def _neuron_mask(partition: Partition, runs_TR: Tensor, like_TF: Tensor) -> Tensor:
+def _neuron_mask(
+    partition: Partition, runs_TR: Tensor, like_TF: Tensor
+) -> Tensor:
     """1.0 for each of the dense FFN's neurons that runs for a token, else 0.0."""
     neurons_N = torch.from_numpy(partition.neurons_N).to(like_TF.device)
     mask_TF = torch.zeros_like(like_TF)
@@ -231,7 +243,9 @@ def _routing(
     """None for a replacement without routed experts."""
     if partition is None or not partition.experts_RM.size:
         return None
-    experts_RM = torch.from_numpy(partition.experts_RM).to(yardstick.h_TF.device)
+    experts_RM = torch.from_numpy(partition.experts_RM).to(
+        yardstick.h_TF.device
+    )
     grams_RMM = expert_grams(ffn, experts_RM)
     energy_TR = expert_energies(yardstick.h_TF, experts_RM, grams_RMM)
     best_TR = largest(energy_TR, sizes.num_active).bool()
@@ -260,7 +274,9 @@ def largest(values_TF: Tensor, count: int) -> Tensor:
     """1 where a value is among the `count` largest of its row, 0 elsewhere."""
     smallest = values_TF.shape[1] - count
     few = min(count, smallest)  # of the fewer, since topk sorts what it finds
-    index = values_TF.topk(few, dim=1, largest=few == count, sorted=False).indices
+    index = values_TF.topk(
+        few, dim=1, largest=few == count, sorted=False
+    ).indices
     marks_TF = torch.full_like(values_TF, float(few != count))
     return marks_TF.scatter_(1, index, float(few == count))
 

@@ -23,7 +23,9 @@ from moesaic.families import FFNs
 from moesaic.methods.base import Budget, FFNMethod
 from moesaic.modeling import Sizes
 
-HELDOUT_TOKENS = 16_384  # tokens on which perplexities of a conversion are measured
+HELDOUT_TOKENS = (
+    16_384  # tokens on which perplexities of a conversion are measured
+)
 SAMPLE_TOKENS = 8192  # calibration tokens that layouts are compared on
 
 
@@ -73,7 +75,9 @@ def choose_plan(prepared: Prepared, ffns: FFNs, device: torch.device) -> Search:
         if layer in probes:
             inputs = ffn_inputs(stream, layer, calibration, hold_out=True)
             for plan in plans:
-                error = _layer_error(plan, ffns, layer, inputs, prepared.options.seed)
+                error = _layer_error(
+                    plan, ffns, layer, inputs, prepared.options.seed
+                )
                 errors[plan.label] += error / len(probes)
         stream.advance(layer, inputs.all() if inputs else None)
         module.to(home)
@@ -88,7 +92,9 @@ def _probed_layers(ffns: FFNs) -> list[int]:
     return sorted({layers[place] for place in places})
 
 
-def _layer_error(plan: Plan, ffns: FFNs, layer: int, inputs: Any, seed: int) -> float:
+def _layer_error(
+    plan: Plan, ffns: FFNs, layer: int, inputs: Any, seed: int
+) -> float:
     method = plan.method
     assert isinstance(method, FFNMethod)
     ffn = ffns.read(layer)
@@ -102,7 +108,9 @@ def _layer_error(plan: Plan, ffns: FFNs, layer: int, inputs: Any, seed: int) -> 
     return report.relative_error
 
 
-def check_target(options: ConvertOptions, validation: ValidationText | None) -> None:
+def check_target(
+    options: ConvertOptions, validation: ValidationText | None
+) -> None:
     """Raises MoesaicError where a target contradicts other choices.
 
     Or cannot be measured.
@@ -187,7 +195,9 @@ def find_plan(
             return False
         tried[plan.label] = ratio
         skipped = 1 - _active_share(plan.sizes)
-        tell(f"{plan.label}: {skipped:.1%} skipped, perplexity ratio {ratio:.4f}")
+        tell(
+            f"{plan.label}: {skipped:.1%} skipped, perplexity ratio {ratio:.4f}"
+        )
         return ratio <= target_ratio
 
     most = layout.num_routed - 1

@@ -23,7 +23,11 @@ from moesaic.calibration.expert_statistics import (
 )
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import SAMPLE_TOKENS
-from moesaic.conversion.layer_error import MOST_TOKENS, LayerReport, measure_layer
+from moesaic.conversion.layer_error import (
+    MOST_TOKENS,
+    LayerReport,
+    measure_layer,
+)
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, Mixtures
 from moesaic.methods.base import FFNMethod
@@ -34,7 +38,12 @@ from moesaic.modeling import (
     OuterConfig,
     as_they_are,
 )
-from moesaic.parts.stack import State, stack_experts, unstack_expert, whole_state
+from moesaic.parts.stack import (
+    State,
+    stack_experts,
+    unstack_expert,
+    whole_state,
+)
 
 # Pairs of a token and an expert whose statistics are computed at once.
 TOGETHER = 4 * SAMPLE_TOKENS
@@ -59,7 +68,9 @@ class MixtureParts(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     @torch.no_grad()
-    def forward(self, x_TD: Tensor, index_TO: Tensor, weight_TO: Tensor) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, index_TO: Tensor, weight_TO: Tensor
+    ) -> Tensor:
         expert_P = index_TO.reshape(-1)
         weight_P = weight_TO.reshape(-1)
         order_P = expert_P.argsort(stable=True)
@@ -91,7 +102,9 @@ class ConvertedMixture:
     @property
     def modules(self) -> list[Any]:
         """What is saved."""
-        return [module for module in (self.stack, self.shared) if module is not None]
+        return [
+            module for module in (self.stack, self.shared) if module is not None
+        ]
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,9 @@ class MixtureLayer:
         """Tokens that an expert is measured on."""
         return max(128, 4 * MOST_TOKENS // self.ffns.num_outer)
 
-    def convert(self, method: FFNMethod, inputs: ExpertInputs) -> ConvertedMixture:
+    def convert(
+        self, method: FFNMethod, inputs: ExpertInputs
+    ) -> ConvertedMixture:
         """Converts every expert on its own tokens, and measures it on others.
 
         A token's statistics enter an expert once, so converting all experts costs
@@ -140,7 +155,13 @@ class MixtureLayer:
             self.clock("convert")
             under_mask(part)
             reports[expert] = measure_layer(
-                self.layer, expert_inputs, ffn, part, sizes, self.seed, self.most
+                self.layer,
+                expert_inputs,
+                ffn,
+                part,
+                sizes,
+                self.seed,
+                self.most,
             )
             self.clock("measure")
             parts.append(part)
@@ -165,7 +186,9 @@ class MixtureLayer:
         shared = replacements[1] if len(replacements) > 1 else None
         return ConvertedMixture(MixtureParts(parts), stack, report, shared)
 
-    def _stack(self, parts: list[nn.Module], whole: list[int]) -> MoesaicHierarchy:
+    def _stack(
+        self, parts: list[nn.Module], whole: list[int]
+    ) -> MoesaicHierarchy:
         sizes = self.moe.sizes_of(self.layer)
         states: list[State] = []
         for part in parts:
@@ -209,7 +232,9 @@ class MixtureLayer:
         waiting = [e for e in range(self.ffns.num_outer) if e not in whole]
         neurons = self.ffns.read(self.layer).intermediate_size
         while waiting:
-            pairs = np.cumsum([len(inputs.tokens_of[expert]) for expert in waiting])
+            pairs = np.cumsum(
+                [len(inputs.tokens_of[expert]) for expert in waiting]
+            )
             fitting = int((pairs <= TOGETHER).sum())
             count = max(1, min(fitting, TOGETHER // neurons))
             batch, waiting = waiting[:count], waiting[count:]
@@ -217,7 +242,9 @@ class MixtureLayer:
             ffns = [self.ffns.read(self.layer, expert) for expert in batch]
             for kind in method.statistics_kinds():
                 try:
-                    computed = compute_expert_statistics(batch_inputs, ffns, kind)
+                    computed = compute_expert_statistics(
+                        batch_inputs, ffns, kind
+                    )
                 except BrokenExpertsError as error:
                     broken = [batch[place] for place in error.experts]
                     names = ", ".join(map(str, broken))
@@ -279,7 +306,9 @@ def merged(
         router_recall=mean(lambda one: one.router_recall),
         mass_kept=mean(lambda one: one.mass_kept),
         oracle_mass=mean(lambda one: one.oracle_mass),
-        expert_load=[load for one in reports.values() for load in one.expert_load],
+        expert_load=[
+            load for one in reports.values() for load in one.expert_load
+        ],
         notes=_notes(reports, whole),
     )
     repairs = Counter(one.repair for one in reports.values())

@@ -59,7 +59,9 @@ def _method(name: str) -> str:
     return f" Method: {known.paper}, {known.url}."
 
 
-def _rows(report: ConversionReport, moe: MoEConfig, licence: str | None) -> list[Row]:
+def _rows(
+    report: ConversionReport, moe: MoEConfig, licence: str | None
+) -> list[Row]:
     method = moe.method
     base = moe.base_model
     if moe.source is not None:

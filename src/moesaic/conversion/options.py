@@ -89,7 +89,9 @@ def make_options(
         budget=make_budget(layout, sparsity, grain),
         calibration=calibration,
         scope=Scope(
-            None if experts is None else tuple(experts), min_tokens, tuple(dense_layers)
+            None if experts is None else tuple(experts),
+            min_tokens,
+            tuple(dense_layers),
         ),
         output=None if output is None else Path(output).absolute(),
         **others,
@@ -97,7 +99,9 @@ def make_options(
 
 
 def make_budget(
-    layout: str | Layout | None, sparsity: float | None = None, grain: str = "medium"
+    layout: str | Layout | None,
+    sparsity: float | None = None,
+    grain: str = "medium",
 ) -> Budget:
     """A budget from what the user said. Raises MoesaicError where that is too much."""
     if layout is not None and sparsity is not None:

@@ -87,7 +87,11 @@ class Plan:
 
 
 def make_plans(
-    config: Any, name: str, method: Method, budget: Budget, scope: Scope | None = None
+    config: Any,
+    name: str,
+    method: Method,
+    budget: Budget,
+    scope: Scope | None = None,
 ) -> list[Plan]:
     """Plans a conversion from the dense model's configuration, without weights.
 
@@ -111,7 +115,11 @@ def make_plans(
 
 
 def make_plan(
-    config: Any, name: str, method: Method, budget: Budget, scope: Scope | None = None
+    config: Any,
+    name: str,
+    method: Method,
+    budget: Budget,
+    scope: Scope | None = None,
 ) -> Plan:
     """The first of `make_plans`."""
     return make_plans(config, name, method, budget, scope)[0]
@@ -147,7 +155,9 @@ def check_convertible(config: Any, name: str) -> None:
 def keep_dense(ffns: FFNs, dense_layers: tuple[int, ...]) -> FFNs:
     """Without the layers that are to stay as they are."""
     depth = len(ffns.layers)
-    if not all(type(layer) is int and 0 <= layer < depth for layer in dense_layers):
+    if not all(
+        type(layer) is int and 0 <= layer < depth for layer in dense_layers
+    ):
         raise MoesaicError(
             f"dense layers {', '.join(map(str, dense_layers))}: {ffns.name} has layers "
             f"0 to {depth - 1}"
@@ -168,7 +178,9 @@ def model_shape(ffns: FFNs, scope: Scope) -> ModelShape:
         ffn=ffn,
         layers=ffns.converted,
         path=f"{ffns.layers_path}.{{}}.{ffns.ffn_path}",
-        identities=tuple(f"{ffns.layers_path}.{{}}.{name}" for name in ffns.identities),
+        identities=tuple(
+            f"{ffns.layers_path}.{{}}.{name}" for name in ffns.identities
+        ),
         outer=_outer_shape(ffns, ffn, scope),
         linears=linear_paths(ffns),
     )
@@ -178,7 +190,9 @@ def linear_paths(ffns: FFNs) -> tuple[str, ...]:
     """All linear layers that every decoder layer has, with `{}` for the layer."""
     common: dict[str, None] | None = None
     for layer in ffns.layers:
-        names = {n: None for n, m in layer.named_modules() if type(m) is nn.Linear}
+        names = {
+            n: None for n, m in layer.named_modules() if type(m) is nn.Linear
+        }
         if common is None:
             common = names
         else:
@@ -202,7 +216,9 @@ def _outer_shape(ffns: FFNs, ffn: FFNShape, scope: Scope) -> OuterShape | None:
             f"0 to {ffns.num_outer - 1}"
         )
     if least is not None and (type(least) is not int or least < 1):
-        raise MoesaicError(f"min tokens {least} must be a whole number of at least 1")
+        raise MoesaicError(
+            f"min tokens {least} must be a whole number of at least 1"
+        )
     shared = ffns.read_beside(ffns.converted[0])
     shared_path = f"{ffns.layers_path}.{{}}.{ffns.beside_path}"
     return OuterShape(
@@ -217,12 +233,19 @@ def _outer_shape(ffns: FFNs, ffn: FFNShape, scope: Scope) -> OuterShape | None:
 
 
 def _are_experts(chosen: tuple[int, ...], count: int) -> bool:
-    return bool(chosen) and all(type(e) is int and 0 <= e < count for e in chosen)
+    return bool(chosen) and all(
+        type(e) is int and 0 <= e < count for e in chosen
+    )
 
 
 def our_config(dense_config: Any, moe: MoEConfig) -> Any:
     """The dense configuration with a MoEConfig, in the class made for its family."""
-    derived = {"model_type", "transformers_version", "architectures", "_name_or_path"}
+    derived = {
+        "model_type",
+        "transformers_version",
+        "architectures",
+        "_name_or_path",
+    }
     family = copy.copy(dense_config.to_dict())
     values = {key: value for key, value in family.items() if key not in derived}
     config: Any = config_class_for(dense_config.model_type)(**values)

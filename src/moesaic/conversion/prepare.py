@@ -62,7 +62,11 @@ def prepare(options: ConvertOptions) -> Prepared:
     """
     config = _read_config(options)
     plans = make_plans(
-        config, options.model_name, options.method, options.budget, options.scope
+        config,
+        options.model_name,
+        options.method,
+        options.budget,
+        options.scope,
     )
     if not options.method.saves:
         raise MoesaicError(
@@ -157,7 +161,9 @@ def _tokenizer_of(options: ConvertOptions, config: Any) -> Any:
     if options.tokenizer is not None:
         return options.tokenizer
     name = config.name_or_path if options.in_memory else options.model
-    needed = isinstance(options.calibration, str | Path) and not options.in_memory
+    needed = (
+        isinstance(options.calibration, str | Path) and not options.in_memory
+    )
     if needed:
         return load_tokenizer(name, options.trust_remote_code)
     try:

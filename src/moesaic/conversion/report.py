@@ -27,7 +27,9 @@ class ConversionReport:
     dense_perplexity: float | None = None
     perplexity: float | None = None
     budgets: list[int] = field(default_factory=list)  # by layer, if they differ
-    search: dict[str, float] = field(default_factory=dict)  # error or ratio per layout
+    search: dict[str, float] = field(
+        default_factory=dict
+    )  # error or ratio per layout
     heldout: str | None = None
     heldout_tokens: int = 0
     seconds: float = 0.0

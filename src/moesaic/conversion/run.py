@@ -83,7 +83,9 @@ class Run:
         Layers that the draft holds are put in place and passed through.
         """
         layers = self.stream.ffns.layers
-        numbers = track(range(len(layers)), "converting layers", enabled=self.progress)
+        numbers = track(
+            range(len(layers)), "converting layers", enabled=self.progress
+        )
         reports = []
         for layer in numbers:
             module = layers[layer]
@@ -104,7 +106,9 @@ class Run:
     def replace_linears(self, method: LinearMethod) -> list[LayerReport]:
         """The same for a method that replaces linear layers, wherever they stand."""
         layers = self.stream.ffns.layers
-        numbers = track(range(len(layers)), "converting layers", enabled=self.progress)
+        numbers = track(
+            range(len(layers)), "converting layers", enabled=self.progress
+        )
         reports = []
         for layer in numbers:
             module = layers[layer]
@@ -118,7 +122,9 @@ class Run:
             module.to(home)
         return reports
 
-    def _replace_linears_of(self, method: LinearMethod, layer: int) -> LayerReport:
+    def _replace_linears_of(
+        self, method: LinearMethod, layer: int
+    ) -> LayerReport:
         """Converts one decoder layer's linear layers on the inputs that they get."""
         begun = time.perf_counter()
         moe = self.plan.moe
@@ -156,7 +162,9 @@ class Run:
             replacements.append(replacement)
         self.clock("convert")
         self._install_linears(paths, replacements)
-        report = linears_report(layer, errors, self.calibration, method.fits_weights)
+        report = linears_report(
+            layer, errors, self.calibration, method.fits_weights
+        )
         report.seconds = time.perf_counter() - begun
         if self.draft is not None:
             prefixes = [self._prefixed(path) for path in paths]
@@ -164,9 +172,13 @@ class Run:
             self.clock("write")
         return report
 
-    def _install_linears(self, paths: list[str], replacements: list[Any]) -> None:
+    def _install_linears(
+        self, paths: list[str], replacements: list[Any]
+    ) -> None:
         for path, replacement in zip(paths, replacements, strict=True):
-            install_linear(self._base, self.plan.config, path, replacement.eval())
+            install_linear(
+                self._base, self.plan.config, path, replacement.eval()
+            )
 
     def _prefixed(self, path: str) -> str:
         """A path from the base model as the whole model's state names it."""
@@ -178,7 +190,9 @@ class Run:
         begun = time.perf_counter()
         ffns = self.stream.ffns
         prefixes = [ffns.state_prefix(layer)]
-        inputs = ffn_inputs(self.stream, layer, self.calibration, method.fits_weights)
+        inputs = ffn_inputs(
+            self.stream, layer, self.calibration, method.fits_weights
+        )
         self.clock("inputs")
         saved = None
         if self.draft is not None:
@@ -196,7 +210,9 @@ class Run:
             raise self._blame(layer, error) from error
         self.clock("convert")
         set_view(replacement, masked=True)
-        report = measure_layer(layer, inputs, ffn, replacement, sizes, self.seed)
+        report = measure_layer(
+            layer, inputs, ffn, replacement, sizes, self.seed
+        )
         self.clock("measure")
         self._pass_on(layer, replacement, inputs.all())
         self.clock("advance")
@@ -220,13 +236,17 @@ class Run:
             self.stream.device,
         )
         self.clock("inputs")
-        mixture = MixtureLayer(ffns, layer, self.plan.moe, self.seed, self.clock)
+        mixture = MixtureLayer(
+            ffns, layer, self.plan.moe, self.seed, self.clock
+        )
         prefixes = ffns.prefixes(layer)
         saved = None
         if self.draft is not None:
             saved = load_layer(self.draft, layer, prefixes, self.plan.moe)
         if saved is not None:
-            stacked = [module.to(self.stream.device) for module in saved.replacements]
+            stacked = [
+                module.to(self.stream.device) for module in saved.replacements
+            ]
             converted = mixture.unstacked(stacked, saved.report)
             self._pass_on_mixture(layer, converted, inputs)
             return saved.report
@@ -243,7 +263,9 @@ class Run:
             self.clock("write")
         return converted.report
 
-    def _pass_on(self, layer: int, replacement: Any, calls: Iterable[Any]) -> None:
+    def _pass_on(
+        self, layer: int, replacement: Any, calls: Iterable[Any]
+    ) -> None:
         """Passes all tokens through the replacement, which then stays in its place."""
         set_view(replacement, masked=True)
         self._install(layer, replacement)

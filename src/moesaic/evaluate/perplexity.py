@@ -77,6 +77,8 @@ def perplexity(
 def _windows(ids: Tensor, length: int) -> Iterator[Tensor]:
     whole = len(ids) // length * length
     if whole:
-        yield from ids[:whole].view(-1, length).split(max(1, _BATCH_TOKENS // length))
+        yield from (
+            ids[:whole].view(-1, length).split(max(1, _BATCH_TOKENS // length))
+        )
     if len(ids) - whole >= 2:
         yield ids[None, whole:]

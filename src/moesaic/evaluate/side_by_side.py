@@ -11,7 +11,12 @@ from moesaic.calibration.text import to_ids
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.evaluate.work import active_ffn_fraction, is_converted
-from moesaic.families.load import load_config, load_model, load_tokenizer, window_length
+from moesaic.families.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    window_length,
+)
 
 
 def evaluate(
@@ -37,7 +42,9 @@ def evaluate(
     configs = [load_config(name, trust_remote_code) for name in names]
     length = window_length(configs, sequence_length)
     if text is None:
-        base = configs[0].moesaic.base_model if is_converted(configs[0]) else model
+        base = (
+            configs[0].moesaic.base_model if is_converted(configs[0]) else model
+        )
         text = ["demo" if base == "demo" else "wikitext2"]
     if max_tokens is not None and max_tokens < 2:
         raise MoesaicError(
@@ -61,7 +68,9 @@ def evaluate(
         total = sum(len(row_of_ids[:max_tokens]) for row_of_ids in ids.values())
         tell = progress(name, total) if progress else None
         for source in text:
-            value, count = perplexity(loaded, ids[source], length, max_tokens, tell)
+            value, count = perplexity(
+                loaded, ids[source], length, max_tokens, tell
+            )
             row["perplexity"][source], row["tokens"][source] = value, count
         row["active_ffn_fraction"] = active_ffn_fraction(loaded.config)
         rows.append(row)

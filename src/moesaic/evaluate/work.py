@@ -70,7 +70,9 @@ def count_macs(model: Any, tokens: int) -> Macs:
     are not recognised.
     """
     config = model.config
-    part = _converted_part(model) if is_converted(config) else _dense_part(model)
+    part = (
+        _converted_part(model) if is_converted(config) else _dense_part(model)
+    )
     head = model.get_output_embeddings().weight.numel()
     skipped = _skipped_inputs(model)
     attention = matrices(model) - part.matrices - head - skipped.attention
@@ -88,7 +90,9 @@ def count_macs(model: Any, tokens: int) -> Macs:
 def oracle_macs(dense: Macs, dense_config: Any, moe: MoEConfig) -> Macs:
     """Of a reference that no model can hold: as if to know were free."""
     found = find_ffns(meta_model(dense_config))
-    found = replace(found, kept=tuple(set(range(len(found.layers))) - set(moe.layers)))
+    found = replace(
+        found, kept=tuple(set(range(len(found.layers))) - set(moe.layers))
+    )
     sizes = moe.first_sizes
     with_shared = moe.outer is not None and moe.outer.shared_sizes is not None
     skipped = 1 - sizes.active / sizes.total
@@ -271,7 +275,9 @@ def matrices(module: nn.Module | None) -> int:
     if module is None:
         return 0
     kinds = nn.Linear | Conv1D | MoesaicProjection | MoesaicThresholdedLinear
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, kinds))
+    return sum(
+        m.weight.numel() for m in module.modules() if isinstance(m, kinds)
+    )
 
 
 def _scores(config: Any, tokens: int) -> float:

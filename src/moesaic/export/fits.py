@@ -24,7 +24,9 @@ FORMATS = (*TARGETS, *GGUF)
 _TRAINED_PARTS = ("expert_scale", "selection_bias")
 
 
-def explain(model: str | Path, trust_remote_code: bool = False) -> dict[str, list[str]]:
+def explain(
+    model: str | Path, trust_remote_code: bool = False
+) -> dict[str, list[str]]:
     """For every format why it cannot hold a converted model; empty where it can.
 
     Reads the configuration, the tokenizer and, of a local folder, what training would
@@ -35,7 +37,10 @@ def explain(model: str | Path, trust_remote_code: bool = False) -> dict[str, lis
     tokenizer = load_tokenizer(model, trust_remote_code)
     folder = Path(resolve(model))
     trained = trained_parts(_stored(folder)) if folder.is_dir() else set()
-    return {name: reasons_against(config, name, tokenizer, trained) for name in FORMATS}
+    return {
+        name: reasons_against(config, name, tokenizer, trained)
+        for name in FORMATS
+    }
 
 
 def reasons_against(
@@ -54,15 +59,21 @@ def reasons_against(
         )
     if "selection_bias" in trained and target == "qwen2_moe":
         other = TARGETS["glm4_moe"].supports(config)
-        advice = "fine-tune with --balance-rate 0" if other else "glm4_moe may fit"
-        reasons.append(f"its router has a selection bias, qwen2_moe has none; {advice}")
+        advice = (
+            "fine-tune with --balance-rate 0" if other else "glm4_moe may fit"
+        )
+        reasons.append(
+            f"its router has a selection bias, qwen2_moe has none; {advice}"
+        )
     return reasons
 
 
 def check_fits(model: str | Path, format: str, reasons: list[str]) -> None:
     """Raises MoesaicError where there are reasons against."""
     if reasons:
-        raise MoesaicError(f"{model} does not fit {format}: {'; '.join(reasons)}")
+        raise MoesaicError(
+            f"{model} does not fit {format}: {'; '.join(reasons)}"
+        )
 
 
 def trained_parts(tensors: Iterable[tuple[str, Tensor]]) -> set[str]:

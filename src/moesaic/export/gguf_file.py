@@ -53,7 +53,9 @@ def supports(config: Any, tokenizer: Any, architecture: str) -> list[str]:
         if dense_layers(config):
             reasons.append("llama.cpp gives qwen2moe no dense layers")
         if heads * head_dim != config.hidden_size:
-            reasons.append("llama.cpp's qwen2moe wants heads * head_dim = hidden_size")
+            reasons.append(
+                "llama.cpp's qwen2moe wants heads * head_dim = hidden_size"
+            )
     if config.moesaic.first_sizes.num_routed == 1:
         reasons.append("llama.cpp takes a single expert for none")
     try:
@@ -159,7 +161,11 @@ def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
     ends = config.eos_token_id
     for name, own, other in (
         ("bos", tokenizer.bos_token_id, config.bos_token_id),
-        ("eos", tokenizer.eos_token_id, ends[0] if isinstance(ends, list) else ends),
+        (
+            "eos",
+            tokenizer.eos_token_id,
+            ends[0] if isinstance(ends, list) else ends,
+        ),
         ("pad", tokenizer.pad_token_id, config.pad_token_id),
         ("unk", tokenizer.unk_token_id, None),
     ):
@@ -181,10 +187,14 @@ def _kind_of(key: str, shape: tuple[int, ...], kind: Kind) -> Kind:
 
 
 def _shapes(stock: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return ((key, tuple(tensor.shape)) for key, tensor in _tensors(stock, "meta"))
+    return (
+        (key, tuple(tensor.shape)) for key, tensor in _tensors(stock, "meta")
+    )
 
 
-def _tensors(stock: Any, device: str | None = None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    stock: Any, device: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under GGUF's name for it, in one order; on `meta`, for its shape alone."""
     config = stock.config
     names = gguf.get_tensor_name_map(
@@ -201,7 +211,9 @@ def _tensors(stock: Any, device: str | None = None) -> Iterator[tuple[str, Tenso
                 yield f"{names.get_name(f'{stem}.{part}')}.weight", half
         elif key.endswith("mlp.experts.down_proj"):
             # llama.cpp does not normalise the gates of qwen2moe: softmax leaves 1/R, not 1/K.
-            ratio = config.num_experts / config.num_experts_per_tok if ours else 1
+            ratio = (
+                config.num_experts / config.num_experts_per_tok if ours else 1
+            )
             yield f"{names.get_name(key)}.weight", tensor * ratio
         elif key.endswith("e_score_correction_bias"):
             yield f"{names.get_name(key.removesuffix('_bias'))}.bias", tensor

@@ -65,7 +65,11 @@ def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
         if index in added:
             token = added[index]["content"]
             special = added[index]["special"]
-            kind = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+            kind = (
+                gguf.TokenType.CONTROL
+                if special
+                else gguf.TokenType.USER_DEFINED
+            )
         if token is None:
             token, kind = f"[PAD{index}]", gguf.TokenType.UNUSED
         elif sentencepiece and token == model.get("unk_token"):
@@ -101,7 +105,9 @@ def _pre(spec: dict[str, Any]) -> str:
         if kinds == ["ByteLevel"] and parts[0]["use_regex"]:
             pattern = _GPT2
         elif kinds == ["Split", "ByteLevel"] and not parts[1]["use_regex"]:
-            usual = parts[0]["behavior"] == "Isolated" and not parts[0]["invert"]
+            usual = (
+                parts[0]["behavior"] == "Isolated" and not parts[0]["invert"]
+            )
             pattern = parts[0]["pattern"].get("Regex") if usual else None
     name = PRE_TOKENIZERS.get(pattern or "")
     if name is None:
@@ -110,16 +116,22 @@ def _pre(spec: dict[str, Any]) -> str:
             f"llama.cpp has no name for here ({', '.join(PRE_TOKENIZERS.values())} are known)"
         )
     if bool(spec["model"].get("ignore_merges")) != (name == "llama-bpe"):
-        raise MoesaicError(f"its tokenizer merges otherwise than llama.cpp's {name}")
+        raise MoesaicError(
+            f"its tokenizer merges otherwise than llama.cpp's {name}"
+        )
     return name
 
 
 def _check_sentencepiece(spec: dict[str, Any]) -> None:
     """Spaces become U+2581, perhaps with one in front; nothing else is known to llama.cpp."""
     for step in _parts(spec["normalizer"], "normalizers"):
-        spaces = step["type"] == "Replace" and step["pattern"] == {"String": " "}
+        spaces = step["type"] == "Replace" and step["pattern"] == {
+            "String": " "
+        }
         if not (step["type"] == "Prepend" or spaces):
-            raise MoesaicError(f"its tokenizer changes text by {step['type']} first")
+            raise MoesaicError(
+                f"its tokenizer changes text by {step['type']} first"
+            )
     for step in _parts(spec["pre_tokenizer"], "pretokenizers"):
         if step["type"] != "Metaspace":
             raise MoesaicError(
@@ -131,7 +143,9 @@ def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     """The steps of a part of a tokenizer, which may be none, one or a sequence."""
     if step is None:
         return []
-    found: list[dict[str, Any]] = step[name] if step["type"] == "Sequence" else [step]
+    found: list[dict[str, Any]] = (
+        step[name] if step["type"] == "Sequence" else [step]
+    )
     return found
 
 
@@ -147,7 +161,9 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _space_prefix(spec: dict[str, Any]) -> bool:
-    found = json.dumps([spec["normalizer"], spec["pre_tokenizer"]], ensure_ascii=False)
+    found = json.dumps(
+        [spec["normalizer"], spec["pre_tokenizer"]], ensure_ascii=False
+    )
     return (
         '"Prepend"' in found
         or '"prepend_scheme": "always"' in found

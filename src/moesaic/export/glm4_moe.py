@@ -58,7 +58,9 @@ def warnings(config: Any) -> list[str]:
     ]
 
 
-def route(logit_TR: Tensor, bias_R: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+def route(
+    logit_TR: Tensor, bias_R: Tensor, num_active: int
+) -> tuple[Tensor, Tensor]:
     """What the stock router does: experts by sigmoid + bias, gates normalised to a sum of K."""
     p_TR = logit_TR.sigmoid()
     index_TK = (p_TR + bias_R / 4).topk(num_active, dim=1).indices
@@ -96,11 +98,15 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, Tensor]:
     state = common_state(model)
     own, written = _head_dims(model.config)
     if own != written:
-        state |= {name: _wider(name, w, own, written) for name, w in state.items()}
+        state |= {
+            name: _wider(name, w, own, written) for name, w in state.items()
+        }
     moe = model.config.moesaic
     sizes = sizes_of(model.config)
     size = _shared_experts(sizes) * sizes.padded
-    for layer, block, factor in zip(moe.layers, blocks(model), factors, strict=True):
+    for layer, block, factor in zip(
+        moe.layers, blocks(model), factors, strict=True
+    ):
         router, experts, place = (
             block.router,
             block.experts,
@@ -122,7 +128,9 @@ def _head_dims(config: Any) -> tuple[int, int]:
         getattr(config, "head_dim", None)
         or config.hidden_size // config.num_attention_heads
     )
-    return own, own if config.base_model_type == "qwen3" else max(own, NARROWEST)
+    return own, own if config.base_model_type == "qwen3" else max(
+        own, NARROWEST
+    )
 
 
 def _wider(name: str, weight: Tensor, own: int, written: int) -> Tensor:
@@ -138,7 +146,9 @@ def _wider(name: str, weight: Tensor, own: int, written: int) -> Tensor:
     weight_HWD = weight.reshape(len(weight) // own, own, -1)
     if ".q_proj." in name:
         weight_HWD = weight_HWD * (written / own) ** 0.5
-    return pad(weight_HWD, (0, 0, 0, written - own)).reshape(-1, *weight.shape[1:])
+    return pad(weight_HWD, (0, 0, 0, written - own)).reshape(
+        -1, *weight.shape[1:]
+    )
 
 
 def _shared_experts(sizes: Sizes) -> int:

@@ -44,7 +44,9 @@ def _scale_rows(scales: list[Any]) -> list[Row]:
 
 
 def _comparison_rows(found: Any) -> list[Row]:
-    logits = f"differ by {found.mean:.1e} of their rms, at most {found.largest:.1e}"
+    logits = (
+        f"differ by {found.mean:.1e} of their rms, at most {found.largest:.1e}"
+    )
     before = f"{found.original_perplexity:.4f}"
     perplexity = f"{found.perplexity:.4f}, before the export {before}"
     return [("Logits", logits), ("Perplexity", perplexity)]

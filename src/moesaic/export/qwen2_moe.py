@@ -45,16 +45,18 @@ def warnings(config: Any) -> list[str]:
             f"{config.sliding_window} there"
         )
     heads = config.num_attention_heads
-    if (getattr(config, "head_dim", None) or config.hidden_size // heads) * heads != (
-        config.hidden_size
-    ):
+    if (
+        getattr(config, "head_dim", None) or config.hidden_size // heads
+    ) * heads != (config.hidden_size):
         found.append(
             "vLLM's qwen2_moe wants heads * head_dim = hidden_size: it will not load"
         )
     return found
 
 
-def route(logit_TR: Tensor, bias_R: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+def route(
+    logit_TR: Tensor, bias_R: Tensor, num_active: int
+) -> tuple[Tensor, Tensor]:
     """What the stock router does: experts by softmax, gates normalised; W_down makes up for K."""
     p_TK, index_TK = logit_TR.softmax(1).topk(num_active, dim=1)
     return index_TK, p_TK / p_TK.sum(1, keepdim=True) * num_active
@@ -69,7 +71,8 @@ def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
         use_sliding_window=any(slides),
         sliding_window=config.sliding_window if any(slides) else None,
         layer_types=[
-            "sliding_attention" if slide else "full_attention" for slide in slides
+            "sliding_attention" if slide else "full_attention"
+            for slide in slides
         ],
         moe_intermediate_size=sizes.padded,
         shared_expert_intermediate_size=_shared_size(sizes),
@@ -95,7 +98,9 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, Tensor]:
             )
     moe = model.config.moesaic
     sizes = sizes_of(model.config)
-    for layer, block, factor in zip(moe.layers, blocks(model), factors, strict=True):
+    for layer, block, factor in zip(
+        moe.layers, blocks(model), factors, strict=True
+    ):
         router, experts, place = (
             block.router,
             block.experts,
@@ -103,13 +108,15 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, Tensor]:
         )
         state[f"{place}gate.weight"] = router.score_proj.weight * factor
         state[f"{place}experts.gate_up_proj"] = experts.gate_up_proj
-        state[f"{place}experts.down_proj"] = experts.down_proj * sizes.num_active
+        state[f"{place}experts.down_proj"] = (
+            experts.down_proj * sizes.num_active
+        )
         for name, weight in shared_weights(block, _shared_size(sizes)).items():
             scaled = weight * 2 if name == "down_proj.weight" else weight
             state[f"{place}shared_expert.{name}"] = scaled
         hidden = experts.down_proj.shape[1]
-        state[f"{place}shared_expert_gate.weight"] = experts.down_proj.new_zeros(
-            1, hidden
+        state[f"{place}shared_expert_gate.weight"] = (
+            experts.down_proj.new_zeros(1, hidden)
         )
     return state
 

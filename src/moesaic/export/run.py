@@ -43,7 +43,9 @@ DTYPES = ("auto", "float32", "bfloat16")
 LONGEST_WINDOW = 512  # tokens of a window that models are compared on
 PROBE_TOKENS = 4096  # of text, on which the scale of the scores is chosen
 VERIFY_TOKENS = 16_384  # on which perplexities are measured
-UNFAITHFUL = 0.05  # mean difference of logits over their rms that no rounding explains
+UNFAITHFUL = (
+    0.05  # mean difference of logits over their rms that no rounding explains
+)
 SHARD_SIZE = "5GB"
 
 
@@ -126,21 +128,27 @@ def export(
 
 
 @torch.no_grad()
-def run_export(options: ExportOptions, progress: Callable[[str], Any]) -> ExportReport:
+def run_export(
+    options: ExportOptions, progress: Callable[[str], Any]
+) -> ExportReport:
     """Check, read, choose scales, build the stock model, write, compare, report."""
     check_options(options)
     config = load_config(options.model, options.trust_remote_code)
     check_converted_model(config, str(options.model))
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     format = options.format
-    check_fits(options.model, format, reasons_against(config, format, tokenizer, set()))
+    check_fits(
+        options.model, format, reasons_against(config, format, tokenizer, set())
+    )
     length = min(window_length([config], None), LONGEST_WINDOW)
     ids = to_ids(options.verify or "demo", tokenizer, heldout=True)
     progress(f"reading {options.model}")
     loaded, dtype = _load(options)
     trained = trained_parts(loaded.state_dict().items())
     check_fits(
-        options.model, format, reasons_against(config, format, tokenizer, trained)
+        options.model,
+        format,
+        reasons_against(config, format, tokenizer, trained),
     )
     progress("choosing the scale of the scores")
     scales = _choose_scales(options, loaded, ids[:PROBE_TOKENS], length)
@@ -152,7 +160,9 @@ def run_export(options: ExportOptions, progress: Callable[[str], Any]) -> Export
         _check_faithful(options, loaded, stock, ids, length, scales)
         comparison = None
         if options.verify is not None:
-            comparison = compare_models(loaded, stock, ids, length, VERIFY_TOKENS)
+            comparison = compare_models(
+                loaded, stock, ids, length, VERIFY_TOKENS
+            )
         report = ExportReport(
             format,
             stock.config.model_type,
@@ -230,7 +240,9 @@ def _build(options: ExportOptions, model: Any, factors: list[float]) -> Any:
         stock = AutoModelForCausalLM.from_config(config)
     tensors = options.target.stock_state(model, factors)
     state = {key: tensor.detach() for key, tensor in tensors.items()}
-    missing, unexpected = stock.load_state_dict(state, strict=False, assign=True)
+    missing, unexpected = stock.load_state_dict(
+        state, strict=False, assign=True
+    )
     stock.tie_weights()
     tied = stock.all_tied_weights_keys
     for key in missing:
@@ -242,7 +254,9 @@ def _build(options: ExportOptions, model: Any, factors: list[float]) -> Any:
     return stock.eval()
 
 
-def _misfit(options: ExportOptions, config: Any, what: str, key: str) -> MoesaicError:
+def _misfit(
+    options: ExportOptions, config: Any, what: str, key: str
+) -> MoesaicError:
     return MoesaicError(
         f"{options.model} does not fit: {config.model_type} {what} {key}"
     )

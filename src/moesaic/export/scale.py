@@ -22,7 +22,9 @@ EXPONENTS = range(-16, -3)  # of the scale times the scores' standard deviation
 # Root mean square of gate - 1 that is spent on keeping the choices. Gates that are further from 1
 # move what later layers choose by; nearer ones leave scores that float32 cannot tell apart.
 GATE_ERROR = 2.1e-4
-MOST_CHANGED = 1 / 2000  # share of tokens above which eight times as much is spent
+MOST_CHANGED = (
+    1 / 2000
+)  # share of tokens above which eight times as much is spent
 
 # Scaled scores (T, R) and scaled selection bias (R,) to chosen experts and their gates (T, K).
 Route = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -68,9 +70,15 @@ def choose_scale(
     score_TR = x_TD @ weight_RD.T
     spread = float((score_TR - score_TR.mean(1, keepdim=True)).std()) or 1.0
     if not math.isfinite(spread):
-        raise MoesaicError("the router's scores are not finite: the model is broken")
-    own_TR = chosen((score_TR + bias_R).topk(num_active, dim=1).indices, len(weight_RD))
-    exponents = list(EXPONENTS) if epsilon is None else [round(math.log2(epsilon))]
+        raise MoesaicError(
+            "the router's scores are not finite: the model is broken"
+        )
+    own_TR = chosen(
+        (score_TR + bias_R).topk(num_active, dim=1).indices, len(weight_RD)
+    )
+    exponents = (
+        list(EXPONENTS) if epsilon is None else [round(math.log2(epsilon))]
+    )
     best = None
     for exponent in exponents:
         factor = 2.0 ** (exponent - round(math.log2(spread)))
@@ -78,13 +86,22 @@ def choose_scale(
             x_TD @ (weight_RD * factor).T, bias_R * factor, num_active
         )
         changed = (
-            (chosen(index_TK, len(weight_RD)) != own_TR).any(1).double().mean().item()
+            (chosen(index_TK, len(weight_RD)) != own_TR)
+            .any(1)
+            .double()
+            .mean()
+            .item()
         )
         found = Scale(
-            factor, (gate_TK.double() - 1).square().mean().sqrt().item(), changed
+            factor,
+            (gate_TK.double() - 1).square().mean().sqrt().item(),
+            changed,
         )
         few = best is None or best.changed <= MOST_CHANGED
-        if best is not None and found.gate_error > (1 if few else 8) * GATE_ERROR:
+        if (
+            best is not None
+            and found.gate_error > (1 if few else 8) * GATE_ERROR
+        ):
             break
         best = found
     assert best is not None

@@ -65,7 +65,9 @@ def common_reasons(config: Any) -> list[str]:
 def _router_reasons(moe: MoEConfig) -> list[str]:
     router = moe.router
     if router is None:
-        return [f"method {moe.name} left no experts: the model is a smaller dense one"]
+        return [
+            f"method {moe.name} left no experts: the model is a smaller dense one"
+        ]
     reasons = []
     if not router.is_matrix:
         reasons.append(
@@ -77,7 +79,9 @@ def _router_reasons(moe: MoEConfig) -> list[str]:
             f"{_OTHER_ROUTER}"
         )
     elif moe.uniform_sizes is None:
-        reasons.append(f"its layers run different numbers of experts; {_OTHER_ROUTER}")
+        reasons.append(
+            f"its layers run different numbers of experts; {_OTHER_ROUTER}"
+        )
     return reasons
 
 
@@ -105,7 +109,8 @@ def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The attributes that a stock configuration takes over as they are."""
     rope = dict(config.rope_parameters)
     rope.setdefault(
-        "partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0
+        "partial_rotary_factor",
+        getattr(config, "partial_rotary_factor", None) or 1.0,
     )
     heads = config.num_attention_heads
     return {
@@ -115,7 +120,8 @@ def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "head_dim": getattr(config, "head_dim", None)
+        or config.hidden_size // heads,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
@@ -166,7 +172,9 @@ def dense_layers(config: Any) -> list[int]:
     """The layers that a conversion has left as they were."""
     converted = set(config.moesaic.layers)
     return [
-        layer for layer in range(config.num_hidden_layers) if layer not in converted
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer not in converted
     ]
 
 
@@ -174,7 +182,9 @@ def blocks(model: Any) -> list[Any]:
     """The MoE block of every converted layer."""
     base = getattr(model, model.base_model_prefix)
     moe: MoEConfig = model.config.moesaic
-    return [base.get_submodule(moe.replacement_path(layer)) for layer in moe.layers]
+    return [
+        base.get_submodule(moe.replacement_path(layer)) for layer in moe.layers
+    ]
 
 
 def shared_weights(block: Any, size: int) -> dict[str, Tensor]:

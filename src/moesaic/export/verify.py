@@ -51,10 +51,16 @@ def compare_models(
     differ = torch.zeros(len(layers), dtype=torch.float64)
     for window_L in windows_NL:
         with calls([block.router for block in layers]) as own:
-            own_LV = model(input_ids=window_L[None], use_cache=False).logits[0].float()
+            own_LV = (
+                model(input_ids=window_L[None], use_cache=False)
+                .logits[0]
+                .float()
+            )
         with calls([layer.mlp.gate for layer in stock_layers]) as routed:
             stock_LV = (
-                stock(input_ids=window_L[None], use_cache=False).logits[0].float()
+                stock(input_ids=window_L[None], use_cache=False)
+                .logits[0]
+                .float()
             )
         difference_LV = (own_LV - stock_LV).abs()
         largest = max(largest, difference_LV.max().item())
@@ -65,7 +71,10 @@ def compare_models(
         ):
             own_TR = chosen(own_TK, sizes.num_routed)
             differ[layer] += (
-                (own_TR != chosen(output[2], sizes.num_routed)).any(1).sum().item()
+                (own_TR != chosen(output[2], sizes.num_routed))
+                .any(1)
+                .sum()
+                .item()
             )
     tokens = windows_NL.numel()
     rms = max((energy / tokens) ** 0.5, 1e-30)

@@ -67,7 +67,9 @@ class DenseFFN:
     def with_unit_rows(self) -> DenseFFN:
         """The same FFN, every row of gate and up of unit length (recipe cmoe-code)."""
         up_FD = normalize(self.up_FD, dim=1)
-        gate_FD = None if self.gate_FD is None else normalize(self.gate_FD, dim=1)
+        gate_FD = (
+            None if self.gate_FD is None else normalize(self.gate_FD, dim=1)
+        )
         return replace(self, up_FD=up_FD, gate_FD=gate_FD)
 
     def subset(self, index_N: Tensor) -> DenseFFN:

@@ -8,7 +8,12 @@ from torch import nn
 
 from moesaic.errors import MoesaicError
 from moesaic.families.mixture import find_mixtures
-from moesaic.families.structure import SUPPORTED, FFNs, LayerStack, find_dense_ffns
+from moesaic.families.structure import (
+    SUPPORTED,
+    FFNs,
+    LayerStack,
+    find_dense_ffns,
+)
 
 
 def find_ffns(model: Any) -> FFNs:

@@ -64,7 +64,9 @@ class GgufHeader:
         """How most of the weights are stored."""
         elements: dict[Kind, int] = {}
         for tensor in self.tensors:
-            elements[tensor.kind] = elements.get(tensor.kind, 0) + tensor.elements
+            elements[tensor.kind] = (
+                elements.get(tensor.kind, 0) + tensor.elements
+            )
         return max(elements, key=elements.__getitem__)
 
     @property
@@ -92,14 +94,18 @@ class GgufHeader:
 
     def weights(self, without: str | None = None) -> int:
         """Numbers in all tensors, or in all but one."""
-        return sum(tensor.elements for tensor in self.tensors if tensor.name != without)
+        return sum(
+            tensor.elements for tensor in self.tensors if tensor.name != without
+        )
 
 
 def read_header(path: Path) -> GgufHeader:
     """Raises MoesaicError for a file that is no GGUF, is cut short or holds no model."""
     size = path.stat().st_size
     if size == 0:
-        raise MoesaicError(f"{path} is empty, so it is no GGUF file; fetch it again")
+        raise MoesaicError(
+            f"{path} is empty, so it is no GGUF file; fetch it again"
+        )
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
@@ -126,7 +132,9 @@ def _check_header(header: GgufHeader, path: Path, size: int) -> None:
     """Raises MoesaicError unless the file is one whole model."""
     content = header.metadata.get("general.type", "model")
     if content != "model":
-        raise MoesaicError(f"{path} holds a GGUF {content}; a whole model is needed")
+        raise MoesaicError(
+            f"{path} holds a GGUF {content}; a whole model is needed"
+        )
     parts = header.metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
         raise MoesaicError(
@@ -134,7 +142,9 @@ def _check_header(header: GgufHeader, path: Path, size: int) -> None:
             "--merge"
         )
     if not header.tensors:
-        raise MoesaicError(f"{path} holds no weights; fetch a GGUF of a whole model")
+        raise MoesaicError(
+            f"{path} holds no weights; fetch a GGUF of a whole model"
+        )
     end = max(header.data_start + _end(tensor) for tensor in header.tensors)
     if size < end:
         raise MoesaicError(
@@ -166,7 +176,9 @@ class _Cursor:
             key = self.text()
             metadata[key] = self.value(Value(self.number("<I")))
         tensors = [self.tensor() for _ in range(tensor_count)]
-        alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        alignment = metadata.get(
+            "general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT
+        )
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"its alignment is {alignment!r}")
         blocks_before_data = -(-self.place // alignment)

@@ -191,7 +191,9 @@ def check_converted(config: Any, model: str) -> None:
     moe = config.moesaic
     depth = config.get_text_config().num_hidden_layers
     try:
-        if not isinstance(moe, MoEConfig):  # read by code that came with the model
+        if not isinstance(
+            moe, MoEConfig
+        ):  # read by code that came with the model
             moe = MoEConfig.from_dict(moe)
         moe.check(config.get_text_config().hidden_size, depth)
     except ConfigError as error:
@@ -330,7 +332,9 @@ def _check_loaded(model: str | Path, config: Any, info: dict[str, Any]) -> None:
     for what in ("missing", "mismatched"):
         entries = info.get(f"{what}_keys") or ()
         # A mismatched key comes with its two shapes.
-        keys = [entry[0] if isinstance(entry, tuple) else entry for entry in entries]
+        keys = [
+            entry[0] if isinstance(entry, tuple) else entry for entry in entries
+        ]
         if keys:
             raise MoesaicError(
                 f"{model}: {len(keys)} weights are {what} in the checkpoint, among "

@@ -54,7 +54,9 @@ class Mixtures(FFNs):
     every token runs: a "shared expert".
     """
 
-    mixed: tuple[int, ...] = ()  # layers that have experts; the others stay as they are
+    mixed: tuple[
+        int, ...
+    ] = ()  # layers that have experts; the others stay as they are
     num_outer: int = 0  # experts of a layer
     outer_active: int = 0  # of them run for a token
     beside_path: str | None = None  # within a layer
@@ -232,13 +234,17 @@ def _check_layer(mixtures: Mixtures, layer: int, path: str) -> None:
 def _check_experts(mixtures: Mixtures, layer: int) -> None:
     """Compares each of our canonical experts with the module, on one random input."""
     module: Any = mixtures.replaced(layer)
-    experts = [mixtures.read(layer, number) for number in range(mixtures.num_outer)]
+    experts = [
+        mixtures.read(layer, number) for number in range(mixtures.num_outer)
+    ]
     x_TD = random_inputs(mixtures.num_outer, experts[0].up_FD)
     index_TO = torch.arange(mixtures.num_outer, device=x_TD.device)[:, None]
     gate_TO = torch.full_like(x_TD[:, :1], 0.5)
     try:
         expected_TD = module(x_TD, index_TO, gate_TO)
-    except Exception as error:  # whatever a module of another kind makes of inputs
+    except (
+        Exception
+    ) as error:  # whatever a module of another kind makes of inputs
         raise MoesaicError(
             f"{mixtures.name}: the experts of layer {layer} cannot be run "
             f"({reason_of(error)}); supported mixtures are {SUPPORTED_MIXTURES}"
@@ -280,7 +286,9 @@ def _check_beside(mixtures: Mixtures, layer: int) -> None:
         )
 
 
-def _run_beside(mixtures: Mixtures, layer: int, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+def _run_beside(
+    mixtures: Mixtures, layer: int, x_TD: Tensor
+) -> tuple[Tensor, Tensor]:
     """What the shared expert is called with and returns when its parent is run."""
     assert mixtures.beside_path is not None
     parent_path = mixtures.ffn_path.rpartition(".")[0]

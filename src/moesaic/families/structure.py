@@ -56,7 +56,9 @@ PATTERNS = (
     Pattern(up="c_fc", down="c_proj"),  # GPT-2
     Pattern(up="dense_h_to_4h", down="dense_4h_to_h"),  # GPT-NeoX
     Pattern(up="fc1", down="fc2"),  # Phi
-    Pattern(up="up_proj", down="down_proj"),  # Nemotron and other two-matrix FFNs
+    Pattern(
+        up="up_proj", down="down_proj"
+    ),  # Nemotron and other two-matrix FFNs
     Pattern(up="fc1", down="fc2", inline=True),  # OPT
 )
 _PROJECTIONS = (nn.Linear, Conv1D)
@@ -74,7 +76,9 @@ class LayerStack:
 
     name: str  # of the model's class, for messages
     base: nn.Module
-    base_prefix: str  # of the base model within the model, "" where they are the same
+    base_prefix: (
+        str  # of the base model within the model, "" where they are the same
+    )
     layers: nn.ModuleList
     layers_path: str
 
@@ -134,7 +138,9 @@ class FFNs(LayerStack):
 
     def read(self, layer: int) -> DenseFFN:
         """The FFN of one layer in canonical form: views of its tensors, no copy."""
-        module = self.layers[layer] if self.pattern.inline else self.replaced(layer)
+        module = (
+            self.layers[layer] if self.pattern.inline else self.replaced(layer)
+        )
         up = getattr(module, self.pattern.up)
         down = getattr(module, self.pattern.down)
         rows = {"up_FD": _weight(up), "up_bias_F": _bias(up)}
@@ -199,7 +205,9 @@ def _find_pattern(stack: LayerStack) -> tuple[str, Pattern]:
             if is_layer == pattern.inline and matches(module, pattern):
                 return path, pattern
     projections = [
-        path for path, module in modules.items() if isinstance(module, _PROJECTIONS)
+        path
+        for path, module in modules.items()
+        if isinstance(module, _PROJECTIONS)
     ]
     raise MoesaicError(
         f"{stack.name}: no FFN recognised in its layers; supported are {SUPPORTED}; "
@@ -259,7 +267,9 @@ def _check_layer(ffns: FFNs, layer: int) -> None:
 
 def _has_ffn(ffns: FFNs, layer: int) -> bool:
     try:
-        module = ffns.layers[layer] if ffns.pattern.inline else ffns.replaced(layer)
+        module = (
+            ffns.layers[layer] if ffns.pattern.inline else ffns.replaced(layer)
+        )
     except AttributeError:
         return False
     return matches(module, ffns.pattern)
@@ -279,7 +289,9 @@ def _check_formula(ffns: FFNs, layer: int) -> None:
         expected_TD = module.eval()(x_TD)
         ours_TD = ffn.output(ffn.hidden(x_TD))
         relative = relative_difference(ours_TD, expected_TD)
-    except Exception as error:  # whatever a module of another kind makes of inputs
+    except (
+        Exception
+    ) as error:  # whatever a module of another kind makes of inputs
         raise MoesaicError(
             f"{ffns.name}: its FFN {ffns.ffn_path!r} is not called with hidden states "
             f"alone ({reason_of(error)}); supported are {SUPPORTED}"

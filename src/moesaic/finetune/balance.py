@@ -43,7 +43,10 @@ class Loads:
         """Per group: pairs per token, each expert's share, largest over mean, dead experts."""
         rows = []
         groups = zip(
-            self.names, self.count_LR.double(), self.tokens_L.tolist(), strict=True
+            self.names,
+            self.count_LR.double(),
+            self.tokens_L.tolist(),
+            strict=True,
         )
         for name, count_R, tokens in groups:
             share_R = count_R / count_R.sum().clamp(min=1)
@@ -91,7 +94,9 @@ def chosen(
     bias = router.selection_bias
     pairs = len(output) == 3  # as thresholds choose: rows, experts and gates
     row, expert = (output[0], output[1]) if pairs else (None, output[0])
-    if bias.ndim == 2:  # a group for each outer expert; the second argument says which
+    if (
+        bias.ndim == 2
+    ):  # a group for each outer expert; the second argument says which
         group_P = args[1]
         expert = expert + len(bias[0]) * (
             group_P[:, None] if row is None else group_P[row]
@@ -110,7 +115,9 @@ def chosen(
 class Balancer:
     """Counts which experts run during training steps, and moves every layer's selection bias."""
 
-    def __init__(self, model: Any, rate: float, centre: list[Tensor], bound_L: Tensor):
+    def __init__(
+        self, model: Any, rate: float, centre: list[Tensor], bound_L: Tensor
+    ):
         self.routers, self.rate = routers_of(model), rate
         self.centre, self.bound_L = centre, bound_L
         self.counting = False
@@ -120,7 +127,8 @@ class Balancer:
 
     def clear(self) -> None:
         grouped = [
-            r.selection_bias.view(-1, r.selection_bias.shape[-1]) for r in self.routers
+            r.selection_bias.view(-1, r.selection_bias.shape[-1])
+            for r in self.routers
         ]
         self.count = [torch.zeros_like(bias_GR) for bias_GR in grouped]
         self.tokens = [torch.zeros_like(bias_GR[:, 0]) for bias_GR in grouped]
@@ -138,8 +146,12 @@ class Balancer:
         def count(router: Any, args: Any, output: tuple[Tensor, ...]) -> None:
             if self.counting:
                 count_GR, tokens_G = chosen(router, args, output)
-                self.count[layer] = self.count[layer].to(count_GR.device) + count_GR
-                self.tokens[layer] = self.tokens[layer].to(count_GR.device) + tokens_G
+                self.count[layer] = (
+                    self.count[layer].to(count_GR.device) + count_GR
+                )
+                self.tokens[layer] = (
+                    self.tokens[layer].to(count_GR.device) + tokens_G
+                )
 
         return count
 
@@ -161,7 +173,10 @@ class Balancer:
         ]
         loads, start = [], 0
         for layer, router in enumerate(self.routers):
-            count_GR, tokens_G = found[layer], found[len(self.routers) + layer][:, None]
+            count_GR, tokens_G = (
+                found[layer],
+                found[len(self.routers) + layer][:, None],
+            )
             bias = router.selection_bias
             bias_GR, centre_GR = (
                 b.view(count_GR.shape) for b in (bias, self.centre[layer])
@@ -187,7 +202,9 @@ class Balancer:
 
 
 @contextmanager
-def hooked(routers: list[Any], hook: Any, before: bool = False) -> Iterator[None]:
+def hooked(
+    routers: list[Any], hook: Any, before: bool = False
+) -> Iterator[None]:
     """Calls hook(layer, router, args[, output]) at every router for a while."""
     handles = []
     for layer, router in enumerate(routers):
@@ -196,7 +213,9 @@ def hooked(routers: list[Any], hook: Any, before: bool = False) -> Iterator[None
             hook(layer, module, *seen)
 
         register = (
-            router.register_forward_pre_hook if before else router.register_forward_hook
+            router.register_forward_pre_hook
+            if before
+            else router.register_forward_hook
         )
         handles.append(register(call))
     try:
@@ -228,8 +247,12 @@ def measure_loads(model: Any, windows_NL: Tensor) -> Loads | None:
 
     def count(layer: int, router: Any, args: Any, output: Any) -> None:
         count_GR, tokens_G = chosen(router, args, output)
-        square_T = selection_values(router, *args).double().var(dim=1, unbiased=False)
-        group_T = args[1] if len(tokens_G) > 1 else torch.zeros_like(square_T).long()
+        square_T = (
+            selection_values(router, *args).double().var(dim=1, unbiased=False)
+        )
+        group_T = (
+            args[1] if len(tokens_G) > 1 else torch.zeros_like(square_T).long()
+        )
         square_G = torch.zeros_like(tokens_G, dtype=torch.double)
         counts[layer] = counts[layer] + count_GR.cpu()
         tokens[layer] = tokens[layer] + tokens_G.cpu()
@@ -246,7 +269,10 @@ def measure_loads(model: Any, windows_NL: Tensor) -> Loads | None:
     ]
     tokens_L, square_L = torch.cat(tokens), torch.cat(squares)
     return Loads(
-        names, torch.cat(counts), tokens_L, (square_L / tokens_L.clamp(min=1)).sqrt()
+        names,
+        torch.cat(counts),
+        tokens_L,
+        (square_L / tokens_L.clamp(min=1)).sqrt(),
     )
 
 
@@ -257,11 +283,17 @@ def refit_thresholds(model: Any, windows_NL: Tensor) -> None:
     One forward pass over all windows at once, in which every layer's thresholds are set before its
     experts run, so that later layers see them.
     """
-    routers = [router for router in routers_of(model) if router.chooser == "threshold"]
+    routers = [
+        router for router in routers_of(model) if router.chooser == "threshold"
+    ]
 
     def refit(layer: int, router: Any, args: Any) -> None:
         score_TR, bias = router.scores(*args[:2]), router.selection_bias
-        group_T = args[1] if bias.ndim == 2 else torch.zeros_like(score_TR[:, 0]).long()
+        group_T = (
+            args[1]
+            if bias.ndim == 2
+            else torch.zeros_like(score_TR[:, 0]).long()
+        )
         for group, bias_R in enumerate(bias.view(-1, bias.shape[-1])):
             own_TR = score_TR[group_T == group]
             if len(own_TR):
@@ -272,7 +304,11 @@ def refit_thresholds(model: Any, windows_NL: Tensor) -> None:
         score_TF = router(x_TD, neurons.act_fn(neurons.gate_proj(x_TD)))
         router.selection_bias -= single_threshold(score_TF, router.num_active)
 
-    alone = [module for module in model.modules() if isinstance(module, MoesaicNeurons)]
+    alone = [
+        module
+        for module in model.modules()
+        if isinstance(module, MoesaicNeurons)
+    ]
     if routers or alone:
         model.eval()
         device = model.get_input_embeddings().weight.device
@@ -287,7 +323,9 @@ def _refit(router: Any, score_TR: Tensor, bias_R: Tensor) -> None:
     """Sets one group's thresholds, in place."""
 
     def count(threshold_R: Tensor) -> int:
-        ran_TR = choose_experts(score_TR - threshold_R, "threshold", 0, router.cap)
+        ran_TR = choose_experts(
+            score_TR - threshold_R, "threshold", 0, router.cap
+        )
         return int(ran_TR.sum())
 
     bias_R.copy_(-budget_thresholds(score_TR, router.num_active, count))

@@ -91,7 +91,9 @@ def _check_teacher(options: FinetuneOptions) -> None:
 
 def _check_tensorboard(folder: str | None) -> None:
     if folder is not None and find_spec("tensorboard") is None:
-        raise MoesaicError("--tensorboard needs the package: pip install tensorboard")
+        raise MoesaicError(
+            "--tensorboard needs the package: pip install tensorboard"
+        )
 
 
 def is_set(name: str) -> bool:

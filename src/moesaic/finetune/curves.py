@@ -31,7 +31,9 @@ def curve_csv(history: list[dict[str, float]]) -> str:
     """One line per logged step; losses are means since the line before."""
     columns = _logged(COLUMNS, history)
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(
+        text, columns, extrasaction="ignore", lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(history)
     return text.getvalue()

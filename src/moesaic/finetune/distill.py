@@ -33,7 +33,9 @@ def logits_kl(student_BLV: Tensor, teacher_BLV: Tensor) -> Tensor:
     teacher_TV = teacher_BLV.flatten(0, -2).float()
     student_TV = log_softmax(student_TV, dim=-1)
     teacher_TV = log_softmax(teacher_TV, dim=-1)
-    return kl_div(student_TV, teacher_TV, reduction="batchmean", log_target=True)
+    return kl_div(
+        student_TV, teacher_TV, reduction="batchmean", log_target=True
+    )
 
 
 def relative_error(y_BLD: Tensor, target_BLD: Tensor) -> Tensor:

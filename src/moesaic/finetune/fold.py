@@ -24,8 +24,13 @@ def mean_gates(model: Any, windows_NL: Tensor) -> list[Tensor]:
     sums = [torch.zeros_like(router.selection_bias) for router in routers]
     counts = [torch.zeros_like(router.selection_bias) for router in routers]
 
-    def add(layer: int, router: Any, args: Any, output: tuple[Tensor, ...]) -> None:
-        expert, gate = output[-2], output[-1]  # of top-k: (T, K); of thresholds: (P,)
+    def add(
+        layer: int, router: Any, args: Any, output: tuple[Tensor, ...]
+    ) -> None:
+        expert, gate = (
+            output[-2],
+            output[-1],
+        )  # of top-k: (T, K); of thresholds: (P,)
         sums[layer].scatter_add_(0, expert.flatten(), gate.flatten().float())
         counts[layer] += chosen(router, args, output)[0][0]
 

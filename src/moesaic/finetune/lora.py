@@ -142,7 +142,9 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
         for module in wrapped.modules():
             if getattr(module, "parameter_name", None) == "down_proj":
                 factor: Any = module
-                factor.lora_A[NAME].weight[:, factor.get_base_layer().neurons :] = 0
+                factor.lora_A[NAME].weight[
+                    :, factor.get_base_layer().neurons :
+                ] = 0
     freeze(wrapped, freeze_router)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
@@ -154,10 +156,14 @@ def freeze(wrapped: Any, freeze_router: bool) -> None:
     """With `freeze_router` only expert_scale of a router is trained. (PEFT thaws it on loading.)"""
     for router in routers_of(wrapped) + neuron_routers_of(wrapped):
         for name, parameter in router.named_parameters():
-            parameter.requires_grad_(name == "expert_scale" or not freeze_router)
+            parameter.requires_grad_(
+                name == "expert_scale" or not freeze_router
+            )
 
 
-def learning_rates(model: Any, lora_lr: float, scale_lr: float) -> dict[str, float]:
+def learning_rates(
+    model: Any, lora_lr: float, scale_lr: float
+) -> dict[str, float]:
     """Of every kind of trained weight; some kinds may not be there."""
     routed = 0
     if is_converted(model.config):

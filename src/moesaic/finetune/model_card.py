@@ -48,7 +48,9 @@ def _perplexity_rows(report: FinetuneReport) -> list[Row]:
         ("Perplexity after", _shown(report.perplexity)),
     ]
     if report.teacher_perplexity is not None:
-        rows.append(("Dense model, tuned likewise", _shown(report.teacher_perplexity)))
+        rows.append(
+            ("Dense model, tuned likewise", _shown(report.teacher_perplexity))
+        )
     if report.folded_perplexity is not None:
         kept = "written" if report.folded else "not written: it loses too much"
         folded = f"{report.folded_perplexity:.4f} ({kept})"

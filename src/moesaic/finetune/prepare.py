@@ -67,7 +67,9 @@ def prepare(options: FinetuneOptions) -> TrainingInput:
     _check_converted(options.model, config)
     _check_rank(options.rank, config)
     if PartialState(cpu=options.use_cpu).is_main_process:
-        checkpoint.check_output(options.output, options.overwrite, options.resume)
+        checkpoint.check_output(
+            options.output, options.overwrite, options.resume
+        )
     teacher = find_teacher(options, config)
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     source = _source(options, config)
@@ -76,7 +78,9 @@ def prepare(options: FinetuneOptions) -> TrainingInput:
     ids, validation = hold_out(all_ids, source, tokenizer, length)
     _check_tokens(options.samples, length)
     windows_NL = draw_windows(ids, options.samples, length, options.seed)
-    window_length([config], windows_NL.shape[1])  # windows given may be too long
+    window_length(
+        [config], windows_NL.shape[1]
+    )  # windows given may be too long
     batch_size = _batch_size(options, len(windows_NL))
     windows_NL = whole_steps(windows_NL, batch_size)
     hidden_size = config.get_text_config().hidden_size

@@ -168,7 +168,9 @@ def load_student(inputs: TrainingInput) -> Any:
     Raises MoesaicError where it cannot be trained on this text.
     """
     options = inputs.options
-    student = load_model(options.model, options.dtype, options.trust_remote_code)
+    student = load_model(
+        options.model, options.dtype, options.trust_remote_code
+    )
     if student.dtype == torch.float16:
         raise MoesaicError(
             f"{options.model} is in float16, whose range gradients leave; pass --dtype "
@@ -186,12 +188,16 @@ def load_teacher(inputs: TrainingInput, student: Any) -> Any:
     if inputs.teacher is None:
         return None
     options = inputs.options
-    teacher = load_model(inputs.teacher, options.dtype, options.trust_remote_code)
+    teacher = load_model(
+        inputs.teacher, options.dtype, options.trust_remote_code
+    )
     check_teacher(student, teacher)
     return teacher
 
 
-def measure_before(student: Any, inputs: TrainingInput, report: FinetuneReport) -> None:
+def measure_before(
+    student: Any, inputs: TrainingInput, report: FinetuneReport
+) -> None:
     """Perplexity before training, where text is held out."""
     validation = inputs.validation
     if validation is None or not is_first_process(inputs.options):

@@ -92,7 +92,10 @@ def can_fold(model: Any) -> bool:
 
 
 def _fold_if_cheap(
-    model: Any, inputs: TrainingInput, windows_NL: Tensor, report: FinetuneReport
+    model: Any,
+    inputs: TrainingInput,
+    windows_NL: Tensor,
+    report: FinetuneReport,
 ) -> None:
     """Folds the gates into the experts, and back again where that costs too much."""
     blocks = [block for block in blocks_of(model) if block.router is not None]

@@ -18,7 +18,9 @@ class EachStep(TrainerCallback):
         self.wanted = progress
         self.ticker: Ticker | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **_: Any
+    ) -> None:
         shown_here = self.wanted and state.is_world_process_zero
         self.ticker = Ticker(
             "training",
@@ -27,7 +29,9 @@ class EachStep(TrainerCallback):
             enabled=shown_here,
         )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, **_: Any
+    ) -> None:
         if self.balancer is not None:
             self.balancer.step()
         if self.ticker is not None:
@@ -39,6 +43,8 @@ class EachStep(TrainerCallback):
         if self.ticker is not None and logs and "loss" in logs:
             self.ticker.describe(f"training, loss {logs['loss']:.4f}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, **_: Any
+    ) -> None:
         if self.ticker is not None:
             self.ticker.stop()

@@ -19,7 +19,13 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from moesaic.finetune.balance import Balancer, Loads, measure_loads
 from moesaic.finetune.distill import Teacher
-from moesaic.finetune.lora import NAME, freeze, parameter_groups, routers_of, wrap
+from moesaic.finetune.lora import (
+    NAME,
+    freeze,
+    parameter_groups,
+    routers_of,
+    wrap,
+)
 from moesaic.finetune.masked import masked
 from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.steps import EachStep
@@ -75,7 +81,9 @@ def train(
     wrapped = wrap(model, settings.rank, settings.alpha, settings.freeze_router)
     balancer = None
     if loads is not None and settings.balance_rate:
-        balancer = Balancer(wrapped, settings.balance_rate, centre, loads.spread_L)
+        balancer = Balancer(
+            wrapped, settings.balance_rate, centre, loads.spread_L
+        )
     teacher = None
     if dense is not None:
         teacher = Teacher(dense, wrapped, settings.mix)
@@ -239,7 +247,9 @@ class RecoveryTrainer(Trainer):
         if self.optimizer is None:
             trained = self.model if model is None else model
             settings = self.settings
-            groups = parameter_groups(trained, settings.lora_lr, settings.scale_lr)
+            groups = parameter_groups(
+                trained, settings.lora_lr, settings.scale_lr
+            )
             betas = (self.args.adam_beta1, self.args.adam_beta2)
             self.optimizer = torch.optim.Adam(groups, betas=betas)
         return self.optimizer
@@ -257,7 +267,9 @@ class RecoveryTrainer(Trainer):
                 watched.enter_context(self.balancer.forward())
             if self.teacher is not None:
                 watched.enter_context(self.teacher.forward())
-            outputs = model(input_ids=ids, labels=inputs["labels"], use_cache=False)
+            outputs = model(
+                input_ids=ids, labels=inputs["labels"], use_cache=False
+            )
         parts = {"lm": outputs.loss}
         if self.teacher is not None:
             parts |= self.teacher.losses(ids, outputs.logits)
@@ -304,9 +316,13 @@ class RecoveryTrainer(Trainer):
         self, resume_from_checkpoint: str, model: Any = None
     ) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        freeze(self.model, self.settings.freeze_router)  # PEFT thaws what it loads
+        freeze(
+            self.model, self.settings.freeze_router
+        )  # PEFT thaws what it loads
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(
+        self, logs: dict[str, float], start_time: float | None = None
+    ) -> None:
         if "loss" in logs:
             logs |= self._mean_parts()
             steps = self.state.global_step

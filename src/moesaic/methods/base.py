@@ -143,7 +143,11 @@ class Method(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """What the configuration of a converted model keeps."""
-        return {"name": self.name, "about": self.about, "settings": self.settings}
+        return {
+            "name": self.name,
+            "about": self.about,
+            "settings": self.settings,
+        }
 
     @abstractmethod
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
@@ -164,7 +168,9 @@ class Method(ABC):
     # Whether weights are fitted to tokens, so that others must be held out to judge.
     fits_weights: ClassVar[bool] = False
 
-    def _check_setting(self, name: str, default: Any, meta: Mapping[str, Any]) -> None:
+    def _check_setting(
+        self, name: str, default: Any, meta: Mapping[str, Any]
+    ) -> None:
         """Raises MoesaicError for a value that the setting does not take."""
         value = getattr(self, name)
         choices, least = meta["choices"], meta["least"]
@@ -234,7 +240,9 @@ class FFNMethod(Method):
         if budget.layout is not None:
             return [budget.layout]
         neurons = shape.ffn.intermediate_size
-        layouts = layouts_for(budget.skipped, neurons, budget.grain, self.experts)
+        layouts = layouts_for(
+            budget.skipped, neurons, budget.grain, self.experts
+        )
         # A mixture's experts are many: a search would convert each for every layout.
         if self.searches_layouts and shape.outer is None:
             return layouts
@@ -242,7 +250,9 @@ class FFNMethod(Method):
 
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
         """One plan a layout, with the same sizes in every layer."""
-        return [self.plan(shape, layout) for layout in self.layouts(shape, budget)]
+        return [
+            self.plan(shape, layout) for layout in self.layouts(shape, budget)
+        ]
 
     def plan(self, shape: ModelShape, layout: Layout) -> MoEConfig:
         """What the configuration of the result will say."""
@@ -258,7 +268,9 @@ class FFNMethod(Method):
             outer=self._outer(shape.outer, layout),
         )
 
-    def _outer(self, outer: OuterShape | None, layout: Layout) -> OuterConfig | None:
+    def _outer(
+        self, outer: OuterShape | None, layout: Layout
+    ) -> OuterConfig | None:
         if outer is None:
             return None
         shared_sizes = None

@@ -83,7 +83,9 @@ def copied_neurons(
     ffn = fit.ffn.with_unit_rows() if normalise else fit.ffn
     router: Any = new_router(fit.block, fit.sizes).to(ffn.up_FD.device)
     router.gate_proj = (
-        None if router.gate_proj is None else router.gate_proj.to(ffn.up_FD.dtype)
+        None
+        if router.gate_proj is None
+        else router.gate_proj.to(ffn.up_FD.dtype)
     )
     router.up_proj = router.up_proj.to(ffn.up_FD.dtype)
     router.load_state_dict(neuron_rows(ffn, neurons_R), strict=False)

@@ -63,7 +63,9 @@ class LayerFit:
     block: BlockConfig
     generator: np.random.Generator
     statistics: Statistics
-    energy_F: NDArray[np.float64]  # of every neuron's contribution, over all tokens
+    energy_F: NDArray[
+        np.float64
+    ]  # of every neuron's contribution, over all tokens
     partition: Partition = field(init=False)
     router: Any = None
     made: Made = field(default_factory=Made)
@@ -159,9 +161,18 @@ class ExpertMethod(FFNMethod):
             )
         block = self.block(shape_of(weights))
         fit = LayerFit(
-            weights, weights, inputs, sizes, block, generator, statistics, energy_F
+            weights,
+            weights,
+            inputs,
+            sizes,
+            block,
+            generator,
+            statistics,
+            energy_F,
         )
-        fit.made.static_N = static_neurons(energy_F, sizes, weights.up_FD.device)
+        fit.made.static_N = static_neurons(
+            energy_F, sizes, weights.up_FD.device
+        )
         dead = int((energy_F == 0).sum())
         if dead:
             fit.made.notes.append(
@@ -218,7 +229,9 @@ def static_neurons(
     return torch.from_numpy(np.sort(best_F[: sizes.active])).to(device)
 
 
-def mask_of(partition: Partition, router: Any) -> Callable[[Tensor], Tensor] | None:
+def mask_of(
+    partition: Partition, router: Any
+) -> Callable[[Tensor], Tensor] | None:
     """The mask (T, N) of held neurons that run for inputs x; None without a router."""
     if router is None:
         return None
@@ -242,7 +255,9 @@ def fit_repair(
     where nothing was copied.
     """
     made = fit.made
-    neurons_N = torch.from_numpy(fit.partition.neurons_N).to(fit.ffn.up_FD.device)
+    neurons_N = torch.from_numpy(fit.partition.neurons_N).to(
+        fit.ffn.up_FD.device
+    )
     kept = Kept(neurons_N, mask)
     repair = _fit_outputs(fit, kept, method, intercept)
     repaired = repair.apply(fit.ffn, kept)
@@ -260,7 +275,9 @@ def fit_repair(
             )
     if repair.note:
         made.notes.append(repair.note)
-    finite = [torch.isfinite(tensor).all() for tensor in repaired.tensors().values()]
+    finite = [
+        torch.isfinite(tensor).all() for tensor in repaired.tensors().values()
+    ]
     if not all(finite):
         repaired = fit.ffn
         repair = repair.undone()
@@ -270,7 +287,9 @@ def fit_repair(
     return repaired
 
 
-def _fit_outputs(fit: LayerFit, kept: Kept, method: str, intercept: bool) -> Repair:
+def _fit_outputs(
+    fit: LayerFit, kept: Kept, method: str, intercept: bool
+) -> Repair:
     """The repair of W_down; beside it, in the same pass, that of static pruning."""
     if fit.ffn is not fit.dense:
         (repair,) = choose_repairs(
@@ -280,14 +299,20 @@ def _fit_outputs(fit: LayerFit, kept: Kept, method: str, intercept: bool) -> Rep
     static_N = fit.made.static_N
     assert static_N is not None
     # Static pruning by contribution is its own reference.
-    is_reference = kept.mask is None and bool(torch.equal(kept.neurons_N, static_N))
+    is_reference = kept.mask is None and bool(
+        torch.equal(kept.neurons_N, static_N)
+    )
     both = [kept] if is_reference else [kept, Kept(static_N)]
     repairs = choose_repairs(fit.inputs, fit.ffn, both, method, intercept)
     fit.made.static_repair = repairs[-1]
     return repairs[0]
 
 
-def fit_static_reference(inputs: FFNInputs, ffn: DenseFFN, static_N: Tensor) -> Repair:
+def fit_static_reference(
+    inputs: FFNInputs, ffn: DenseFFN, static_N: Tensor
+) -> Repair:
     """Least squares for static pruning, on a sample of the tokens."""
-    (repair,) = choose_repairs(inputs, ffn, [Kept(static_N)], "least-squares", False)
+    (repair,) = choose_repairs(
+        inputs, ffn, [Kept(static_N)], "least-squares", False
+    )
     return repair

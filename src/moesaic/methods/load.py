@@ -32,7 +32,9 @@ def load_method(
     """
     given = dict(settings or {})
     if isinstance(method, Method):
-        return _with_settings(type(method), method.settings | given, method.name)
+        return _with_settings(
+            type(method), method.settings | given, method.name
+        )
     path = Path(method)
     if str(method) in METHODS:
         return _with_settings(_class_of(str(method)), given, str(method))
@@ -56,7 +58,9 @@ def _with_settings(
     known = [one.name for one in fields(method_class)]
     for key in settings:
         if key not in known:
-            raise unknown(f"setting of method {name}", str(key), known or ["none"])
+            raise unknown(
+                f"setting of method {name}", str(key), known or ["none"]
+            )
     values: Any = settings
     return method_class(**values)
 
@@ -87,7 +91,9 @@ def _check_class(path: Path, method_class: type[Method]) -> None:
             f"{path}: {name} has no `description`: its name, one sentence and where it "
             "runs (docs/add_a_method.md)"
         )
-    missing: list[str] = sorted(getattr(method_class, "__abstractmethods__", ()))
+    missing: list[str] = sorted(
+        getattr(method_class, "__abstractmethods__", ())
+    )
     if missing:
         raise MoesaicError(
             f"{path}: {name} lacks the step {', '.join(missing)}; define it "
@@ -101,7 +107,9 @@ def _check_class(path: Path, method_class: type[Method]) -> None:
 
 
 def _run_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"moesaic_method_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(
+        f"moesaic_method_{path.stem}", path
+    )
     if spec is None or spec.loader is None:
         raise MoesaicError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
@@ -122,7 +130,9 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, object]]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise MoesaicError(f"method {path}: {reason}") from error
-    if not isinstance(values, dict) or not isinstance(values.get("method"), str):
+    if not isinstance(values, dict) or not isinstance(
+        values.get("method"), str
+    ):
         raise MoesaicError(
             f"method {path}: expected a mapping such as 'method: moesaic', and settings"
         )

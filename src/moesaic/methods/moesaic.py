@@ -26,9 +26,18 @@ from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
 from moesaic.methods.base import LAYER_BUDGETS, FFNShape, setting
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit, fit_repair, mask_of
+from moesaic.methods.expert_method import (
+    ExpertMethod,
+    LayerFit,
+    fit_repair,
+    mask_of,
+)
 from moesaic.modeling import RouterConfig, new_router
-from moesaic.parts.clustering import contribution_kmeans, random_groups, reassign
+from moesaic.parts.clustering import (
+    contribution_kmeans,
+    random_groups,
+    reassign,
+)
 from moesaic.parts.directions import directions
 from moesaic.parts.energies import expert_energies, expert_grams
 from moesaic.parts.importance import (
@@ -38,7 +47,12 @@ from moesaic.parts.importance import (
     variance,
 )
 from moesaic.parts.partition import Partition
-from moesaic.parts.ridge_router import Ridge, fit_linear_router, log_energy, mean_of
+from moesaic.parts.ridge_router import (
+    Ridge,
+    fit_linear_router,
+    log_energy,
+    mean_of,
+)
 from moesaic.parts.thresholds import budget_thresholds
 
 IMPORTANCE = ("contribution", "observability", "random", "variance")
@@ -60,10 +74,14 @@ class Moesaic(ExpertMethod):
     chooser: ClassVar[str] = "topk"
 
     importance: str = setting(
-        "contribution", "What decides which neurons are shared.", choices=IMPORTANCE
+        "contribution",
+        "What decides which neurons are shared.",
+        choices=IMPORTANCE,
     )
     groups: str = setting(
-        "contribution-kmeans", "How the other neurons are grouped.", choices=GROUPS
+        "contribution-kmeans",
+        "How the other neurons are grouped.",
+        choices=GROUPS,
     )
     kmeans_rounds: int = setting(4, "Rounds of balanced k-means, at most.", 1)
     reassign_rounds: int = setting(
@@ -75,9 +93,13 @@ class Moesaic(ExpertMethod):
     repair_by: str = setting(
         "least-squares", "How output weights are refitted.", choices=REPAIRS
     )
-    intercept: bool = setting(False, "Whether the repair may add an output bias.")
+    intercept: bool = setting(
+        False, "Whether the repair may add an output bias."
+    )
     up_steps: int = setting(
-        0, "Steps that refit the rows of W_up too; 4 loses less, takes longer.", 0
+        0,
+        "Steps that refit the rows of W_up too; 4 loses less, takes longer.",
+        0,
     )
 
     def __post_init__(self) -> None:
@@ -130,7 +152,9 @@ class Moesaic(ExpertMethod):
         if self.repair_by == "none":
             return fit.ffn
         mask = mask_of(fit.partition, fit.router)
-        return fit_repair(fit, self.repair_by, self.intercept, self.up_steps, mask)
+        return fit_repair(
+            fit, self.repair_by, self.intercept, self.up_steps, mask
+        )
 
     def _importance(self, fit: LayerFit) -> NDArray[np.float64]:
         if self.importance == "contribution":
@@ -188,7 +212,9 @@ class MoesaicDynamic(Moesaic):
     directions: int = setting(
         8, "Directions whose products the router reads as well; 0: none.", 0
     )
-    intercept: bool = setting(True, "Whether the repair may add an output bias.")
+    intercept: bool = setting(
+        True, "Whether the repair may add an output bias."
+    )
     cap: int | None = setting(None, "Most experts of one token.", 1)
     layer_budgets: str = setting(  # type: ignore[misc]
         "gradient",

@@ -65,7 +65,9 @@ class MoesaicNeurons(ExpertMethod):
     repair_by: str = setting(
         "least-squares", "How output weights are refitted.", choices=REPAIRS
     )
-    intercept: bool = setting(True, "Whether the repair may add an output bias.")
+    intercept: bool = setting(
+        True, "Whether the repair may add an output bias."
+    )
     up_steps: int = setting(4, "Steps that refit the rows of W_up too.", 0)
     layer_budgets: str = setting(  # type: ignore[misc]
         "gradient",
@@ -126,11 +128,15 @@ class MoesaicNeurons(ExpertMethod):
         if self.repair_by == "none":
             return fit.ffn
         mask = neuron_mask(fit.router, fit.ffn)
-        return fit_repair(fit, self.repair_by, self.intercept, self.up_steps, mask)
+        return fit_repair(
+            fit, self.repair_by, self.intercept, self.up_steps, mask
+        )
 
     def words(self, moe: MoEConfig) -> str:
         routed = moe.first_sizes.num_routed
-        return f"on average {active_words(moe)} of {routed} neurons, gates of all"
+        return (
+            f"on average {active_words(moe)} of {routed} neurons, gates of all"
+        )
 
 
 def neuron_mask(router: Any, ffn: DenseFFN) -> Callable[[Tensor], Tensor]:

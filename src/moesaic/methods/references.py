@@ -51,11 +51,15 @@ class Random(ExpertMethod):
 
     def partition(self, fit: LayerFit) -> Partition:
         neurons = fit.ffn.intermediate_size
-        order_F = by_importance(fit.generator.permutation(neurons).astype(np.float64))
+        order_F = by_importance(
+            fit.generator.permutation(neurons).astype(np.float64)
+        )
         shared_S = np.sort(order_F[: fit.sizes.shared])
         candidates_N = np.sort(order_F[fit.sizes.shared :])
         routed = fit.sizes.num_routed
-        return Partition(shared_S, random_groups(candidates_N, routed, fit.generator))
+        return Partition(
+            shared_S, random_groups(candidates_N, routed, fit.generator)
+        )
 
     def make_router(self, fit: LayerFit) -> Any:
         neurons_R = random_members(fit.partition.experts_RM, fit.generator)
@@ -158,7 +162,9 @@ class BestNeurons(MoesaicReplacement):
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         h_TF = self.ffn.hidden(x_TD)
         contribution_TF = h_TF.float().abs() * self.norm_F
-        index_TK = contribution_TF.topk(self.num_active, dim=1, sorted=False).indices
+        index_TK = contribution_TF.topk(
+            self.num_active, dim=1, sorted=False
+        ).indices
         mask_TF = torch.zeros_like(h_TF).scatter_(1, index_TK, 1.0)
         return self.ffn.output(h_TF * mask_TF).view_as(hidden_states)
 

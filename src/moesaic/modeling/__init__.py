@@ -33,7 +33,11 @@ from .moe_config_moesaic import (
     padded,
 )
 from .neurons_moesaic import MoesaicNeuronRouter, MoesaicNeurons
-from .projections_moesaic import MoesaicPairProjection, MoesaicProjection, can_group
+from .projections_moesaic import (
+    MoesaicPairProjection,
+    MoesaicProjection,
+    can_group,
+)
 from .replacement_moesaic import MoesaicReplacement, View, as_they_are
 from .routers_moesaic import (
     MoesaicLinearRouter,

@@ -109,7 +109,9 @@ class MoesaicBlock(MoesaicReplacement):
         return float(neuron * self.sizes.active)
 
     def router_weights(self) -> float:
-        return 0.0 if self.router is None else float(self.router.active_weights())
+        return (
+            0.0 if self.router is None else float(self.router.active_weights())
+        )
 
     def router_modules(self) -> dict[str, nn.Module]:
         return {} if self.router is None else {"router": self.router}

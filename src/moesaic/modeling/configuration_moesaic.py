@@ -64,7 +64,9 @@ def config_class_for(base_model_type: str) -> type[MoesaicConfig]:
     # The family's plans name the dense projections or experts, which are gone.
     gone = (".mlp.", "experts", "_moe.")
     _Config.base_model_tp_plan = {
-        key: how for key, how in plan.items() if not any(part in key for part in gone)
+        key: how
+        for key, how in plan.items()
+        if not any(part in key for part in gone)
     }
     _Config.base_model_ep_plan = None
     _Config.model_type = "moesaic"

@@ -26,7 +26,9 @@ class _SeamExperts(nn.Module):
     the model switches to `grouped_mm` (the default) or `batched_mm`.
     """
 
-    def __init__(self, config: object, block: BlockConfig, count: int, neurons: int):
+    def __init__(
+        self, config: object, block: BlockConfig, count: int, neurons: int
+    ):
         super().__init__()
         size = padded(neurons)
         rows = 2 * size if block.gated else size
@@ -38,7 +40,9 @@ class _SeamExperts(nn.Module):
         self.register_parameter(name, random_parameter(count, rows, hidden))
         self.down_proj = random_parameter(count, hidden, size)
         if block.bias:
-            self.register_parameter(f"{name}_bias", random_parameter(count, rows))
+            self.register_parameter(
+                f"{name}_bias", random_parameter(count, rows)
+            )
 
     @property
     def down_proj_bias(self) -> Tensor:

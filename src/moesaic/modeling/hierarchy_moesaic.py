@@ -31,7 +31,11 @@ class MoesaicHierarchy(MoesaicReplacement):
     """
 
     def __init__(
-        self, block: BlockConfig, sizes: Sizes, outer: OuterConfig, whole: list[int]
+        self,
+        block: BlockConfig,
+        sizes: Sizes,
+        outer: OuterConfig,
+        whole: list[int],
     ):
         super().__init__()
         self.block = block
@@ -65,9 +69,13 @@ class MoesaicHierarchy(MoesaicReplacement):
     ) -> Tensor:
         y_TD = torch.zeros_like(hidden_states)
         if self.shared_experts is not None:
-            y_TD = self.shared_experts(hidden_states, top_k_index, top_k_weights)
+            y_TD = self.shared_experts(
+                hidden_states, top_k_index, top_k_weights
+            )
         if self.experts is not None:
-            y_TD = y_TD + self._routed(hidden_states, top_k_index, top_k_weights)
+            y_TD = y_TD + self._routed(
+                hidden_states, top_k_index, top_k_weights
+            )
         if self.output_bias is not None:
             y_TD = y_TD + nn.functional.embedding_bag(
                 top_k_index,
@@ -77,7 +85,9 @@ class MoesaicHierarchy(MoesaicReplacement):
             )
         return y_TD
 
-    def _routed(self, x_TD: Tensor, index_TO: Tensor, weight_TO: Tensor) -> Tensor:
+    def _routed(
+        self, x_TD: Tensor, index_TO: Tensor, weight_TO: Tensor
+    ) -> Tensor:
         tokens, outer = index_TO.shape
         x_PD = x_TD.repeat_interleave(outer, dim=0)
         expert_P = index_TO.reshape(-1)

@@ -19,7 +19,10 @@ from .neurons_moesaic import MoesaicNeuronRouter, MoesaicNeurons
 from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import MoesaicRouter
 
-REPLACEMENTS: dict[str, Any] = {"experts": MoesaicBlock, "neurons": MoesaicNeurons}
+REPLACEMENTS: dict[str, Any] = {
+    "experts": MoesaicBlock,
+    "neurons": MoesaicNeurons,
+}
 _FLOAT32_NAMES = {
     *MoesaicRouter.float32_names,
     *MoesaicNeuronRouter.float32_names,
@@ -33,7 +36,9 @@ def new_replacement(moe: MoEConfig, layer: int) -> MoesaicReplacement:
     sizes = moe.sizes_of(layer)
     if moe.outer is None:
         return kind(moe.block, sizes)
-    return kind.stacked(moe.block, sizes, moe.outer, moe.outer.whole_experts(layer))
+    return kind.stacked(
+        moe.block, sizes, moe.outer, moe.outer.whole_experts(layer)
+    )
 
 
 def new_outer_shared(moe: MoEConfig) -> MoesaicReplacement | None:
@@ -51,7 +56,9 @@ def new_linear(moe: MoEConfig, dense: nn.Module) -> MoesaicReplacement:
     return kind.like(dense, moe.linears.share)
 
 
-def install(base_model: nn.Module, config: Any, layer: int, module: nn.Module) -> None:
+def install(
+    base_model: nn.Module, config: Any, layer: int, module: nn.Module
+) -> None:
     """Puts a replacement in the place of one layer's FFN, or of its experts."""
     moe = config.moesaic
     _put(base_model, moe.path.format(layer), module, config)
@@ -112,7 +119,9 @@ class _FamilyModel:
             for path in moe.linears.paths:
                 place = path.format(layer)
                 dense = base_model.get_submodule(place)
-                install_linear(base_model, config, place, new_linear(moe, dense))
+                install_linear(
+                    base_model, config, place, new_linear(moe, dense)
+                )
 
     def _check_and_adjust_experts_implementation(
         self, wanted: str | None

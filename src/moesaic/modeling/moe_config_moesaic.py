@@ -208,7 +208,10 @@ class OuterConfig:
         experts = self.num_experts
         if type(experts) is not int or experts < 1:
             return "outer num_experts"
-        if type(self.num_active) is not int or not 1 <= self.num_active <= experts:
+        if (
+            type(self.num_active) is not int
+            or not 1 <= self.num_active <= experts
+        ):
             return "outer num_active"
         if not len(layers) <= self.num_layers <= depth:
             return "outer num_layers"
@@ -221,7 +224,10 @@ class OuterConfig:
                 return "outer whole"
         if (self.shared_path is None) != (self.shared_sizes is None):
             return "outer shared_sizes"
-        if self.shared_sizes is not None and self.shared_sizes.wrong() is not None:
+        if (
+            self.shared_sizes is not None
+            and self.shared_sizes.wrong() is not None
+        ):
             return "outer shared_sizes"
         if self.shared_path is not None and "{}" not in self.shared_path:
             return "outer shared_path"
@@ -308,7 +314,9 @@ class MoEConfig:
         if self.outer is None:
             return self
         whole = {
-            key: kept for key, kept in self.outer.whole.items() if key != str(layer)
+            key: kept
+            for key, kept in self.outer.whole.items()
+            if key != str(layer)
         }
         if experts:
             whole[str(layer)] = sorted(experts)
@@ -340,7 +348,13 @@ class MoEConfig:
         """Raises ConfigError where values make no sense or contradict each other."""
         try:
             wrong = self._wrong(hidden_size, depth)
-        except (TypeError, AttributeError, ValueError, IndexError, KeyError) as error:
+        except (
+            TypeError,
+            AttributeError,
+            ValueError,
+            IndexError,
+            KeyError,
+        ) as error:
             raise ConfigError(f"is damaged ({error!r})") from error
         if wrong is not None:
             raise ConfigError(
@@ -362,7 +376,9 @@ class MoEConfig:
             return self.linears.wrong()
         if not set(self.layers) <= set(range(depth)):
             return "layers"
-        if "{}" not in self.path or not all("{}" in path for path in self.identities):
+        if "{}" not in self.path or not all(
+            "{}" in path for path in self.identities
+        ):
             return "path"
         if len(self.sizes) != len(self.layers):
             return "sizes"
@@ -384,7 +400,10 @@ class MoEConfig:
             return "num_routed"
         if sizes.total != self.first_sizes.total:
             return "intermediate"
-        if self.block.replacement == "neurons" and (sizes.expert, sizes.shared) != (
+        if self.block.replacement == "neurons" and (
+            sizes.expert,
+            sizes.shared,
+        ) != (
             1,
             0,
         ):

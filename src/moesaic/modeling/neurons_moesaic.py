@@ -49,7 +49,9 @@ class MoesaicNeuronRouter(nn.Module):
         neurons, directions = sizes.num_routed, block.router.directions
         self.num_active = sizes.num_active
         self.num_routed = neurons
-        self.sketch_in = MoesaicProjection(block.hidden_size, directions, bias=False)
+        self.sketch_in = MoesaicProjection(
+            block.hidden_size, directions, bias=False
+        )
         self.sketch_out = MoesaicProjection(directions, neurons, bias=True)
         ones_F = torch.ones(neurons, dtype=torch.float32)
         self.register_buffer("up_variance", ones_F)
@@ -82,7 +84,9 @@ class MoesaicNeurons(MoesaicReplacement):
         self.sizes = sizes
         self.gate_proj = nn.Linear(hidden, neurons, bias=block.bias)
         self.up_proj = nn.Linear(hidden, neurons, bias=block.bias)
-        self.down_proj = Conv1D(hidden, neurons)  # its bias: the FFN's or the repair's
+        self.down_proj = Conv1D(
+            hidden, neurons
+        )  # its bias: the FFN's or the repair's
         self.act_fn = ACT2FN[block.activation]
         self.router = MoesaicNeuronRouter(block, sizes)
 
@@ -99,7 +103,9 @@ class MoesaicNeurons(MoesaicReplacement):
             y_TD = self.down_proj(torch.where(score_TF > 0, h_TF, 0))
         return y_TD.view_as(hidden_states)
 
-    def _under_mask(self, x_TD: Tensor, gate_TF: Tensor, score_TF: Tensor) -> Tensor:
+    def _under_mask(
+        self, x_TD: Tensor, gate_TF: Tensor, score_TF: Tensor
+    ) -> Tensor:
         def values() -> Tensor:
             # Gates of exactly 0 score far below all others: they would decide the
             # scores' spread.
@@ -137,7 +143,10 @@ class MoesaicNeurons(MoesaicReplacement):
             return False
         if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             return False
-        if type(self.up_proj) is not nn.Linear or type(self.down_proj) is not Conv1D:
+        if (
+            type(self.up_proj) is not nn.Linear
+            or type(self.down_proj) is not Conv1D
+        ):
             return False
         if x_TD.device.type != "cpu" or x_TD.dtype != torch.float32:
             return False
@@ -179,5 +188,7 @@ class MoesaicNeurons(MoesaicReplacement):
                 check_invariants=False,
             )
             weight_DF = self.up_proj.weight.T
-            product = torch.sparse.sampled_addmm(empty, x_TD, weight_DF, beta=0.0)
+            product = torch.sparse.sampled_addmm(
+                empty, x_TD, weight_DF, beta=0.0
+            )
         return product.values()

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 View = Callable[[Any, Callable[[], Tensor], Tensor], Tensor]
 
 
-def as_they_are(router: Any, values: Callable[[], Tensor], gate_TR: Tensor) -> Tensor:
+def as_they_are(
+    router: Any, values: Callable[[], Tensor], gate_TR: Tensor
+) -> Tensor:
     """The view of calibration: gates are what they are when the model runs."""
     return gate_TR
 

@@ -35,11 +35,15 @@ class MoesaicRouter(nn.Module):
 
     selection_bias: Tensor
     float32_names = ("expert_scale", "selection_bias")
-    choice_width: float | None = None  # of a soft choice; None: by the scores' spread
+    choice_width: float | None = (
+        None  # of a soft choice; None: by the scores' spread
+    )
     counts_loads = True
     rate_share = 1.0  # of the learning rate of routers
 
-    def __init__(self, block: BlockConfig, sizes: Sizes, outer: int | None = None):
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
         super().__init__()
         router = block.router
         assert router is not None
@@ -47,11 +51,17 @@ class MoesaicRouter(nn.Module):
         self.num_routed = sizes.num_routed
         self.chooser = router.chooser
         self.cap = min(router.cap or sizes.num_routed, sizes.num_routed)
-        shape = (sizes.num_routed,) if outer is None else (outer, sizes.num_routed)
+        shape = (
+            (sizes.num_routed,) if outer is None else (outer, sizes.num_routed)
+        )
         # Both in float32 in a model of any dtype: training moves them by less than
         # bf16 resolves.
-        self.expert_scale = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
-        self.register_buffer("selection_bias", torch.zeros(shape, dtype=torch.float32))
+        self.expert_scale = nn.Parameter(
+            torch.zeros(shape, dtype=torch.float32)
+        )
+        self.register_buffer(
+            "selection_bias", torch.zeros(shape, dtype=torch.float32)
+        )
 
     def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
         """Scores (T, R) in float32."""
@@ -65,7 +75,9 @@ class MoesaicRouter(nn.Module):
         """What the bias is added to (T, R)."""
         return scores_TR
 
-    def biased(self, scores_TR: Tensor, expert_T: Tensor | None = None) -> Tensor:
+    def biased(
+        self, scores_TR: Tensor, expert_T: Tensor | None = None
+    ) -> Tensor:
         """What experts are chosen by (T, R)."""
         bias = _rows(self.selection_bias, expert_T)
         return self.selection_values(scores_TR) + bias
@@ -75,14 +87,22 @@ class MoesaicRouter(nn.Module):
         """Whether the bias is added to probabilities, and not to scores."""
         return False
 
-    def choose(self, scores_TR: Tensor, expert_T: Tensor | None = None) -> Tensor:
+    def choose(
+        self, scores_TR: Tensor, expert_T: Tensor | None = None
+    ) -> Tensor:
         """Which experts run (T, R), by either chooser."""
         biased_TR = self.biased(scores_TR, expert_T)
-        return choose_experts(biased_TR, self.chooser, self.num_active, self.cap)
+        return choose_experts(
+            biased_TR, self.chooser, self.num_active, self.cap
+        )
 
-    def gates(self, scores_TR: Tensor, expert_T: Tensor | None = None) -> Tensor:
+    def gates(
+        self, scores_TR: Tensor, expert_T: Tensor | None = None
+    ) -> Tensor:
         """The gate of every expert (T, R), whether it runs or not."""
-        return 1 + scores_TR.softmax(dim=-1) * _rows(self.expert_scale, expert_T)
+        return 1 + scores_TR.softmax(dim=-1) * _rows(
+            self.expert_scale, expert_T
+        )
 
     def forward(
         self,
@@ -131,7 +151,9 @@ class MoesaicRouter(nn.Module):
 class MoesaicLinearRouter(MoesaicRouter):
     """Scores by a matrix product with the input."""
 
-    def __init__(self, block: BlockConfig, sizes: Sizes, outer: int | None = None):
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
         super().__init__(block, sizes, outer)
         hidden, routed = block.hidden_size, sizes.num_routed
         width = hidden + self._products(block)
@@ -155,7 +177,9 @@ class MoesaicQuadraticRouter(MoesaicLinearRouter):
     # 2026-11-21).
     rate_share = 0.1
 
-    def __init__(self, block: BlockConfig, sizes: Sizes, outer: int | None = None):
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
         super().__init__(block, sizes, outer)
         assert block.router is not None
         directions = block.router.directions
@@ -184,14 +208,18 @@ class MoesaicNeuronCopyRouter(MoesaicRouter):
     Section 4.2). By top-k it ranks by probability + selection_bias (Section 4.3).
     """
 
-    def __init__(self, block: BlockConfig, sizes: Sizes, outer: int | None = None):
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
         super().__init__(block, sizes, outer)
         assert block.router is not None
         hidden, routed = block.hidden_size, sizes.num_routed
         self.absolute = block.router.absolute
         self.gate_proj = None
         if block.gated:
-            self.gate_proj = _projection(hidden, routed, block.bias, False, outer)
+            self.gate_proj = _projection(
+                hidden, routed, block.bias, False, outer
+            )
         self.up_proj = _projection(hidden, routed, block.bias, False, outer)
         self.act_fn = ACT2FN[block.activation]
 
@@ -274,7 +302,9 @@ def _projection(
     return nn.Linear(inputs, outputs, bias=bias)
 
 
-def _apply(projection: nn.Module, x_TD: Tensor, expert_T: Tensor | None) -> Tensor:
+def _apply(
+    projection: nn.Module, x_TD: Tensor, expert_T: Tensor | None
+) -> Tensor:
     return projection(x_TD) if expert_T is None else projection(x_TD, expert_T)
 
 

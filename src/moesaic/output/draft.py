@@ -131,7 +131,9 @@ def _made_by_us(folder: Path) -> bool:
 
 
 @contextmanager
-def open_draft(output: Path, run: dict[str, Any], resume: bool) -> Iterator[Path]:
+def open_draft(
+    output: Path, run: dict[str, Any], resume: bool
+) -> Iterator[Path]:
     """Makes DIR.partial, or takes it up again where it belongs to the same run, and locks it.
 
     Raises MoesaicError for a draft that was started with other settings or that another process
@@ -191,7 +193,9 @@ def _locked(draft: Path, output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is ours, so that nobody else's goes
+        path.unlink(
+            missing_ok=True
+        )  # while it is ours, so that nobody else's goes
         lock.release()
 
 
@@ -234,7 +238,9 @@ def _check_same_run(draft: Path, run: dict[str, Any]) -> None:
 # --- converted layers --------------------------------------------------------------------------
 
 
-def save_layer(draft: Path, layer: int, state: State, report: dict[str, Any]) -> None:
+def save_layer(
+    draft: Path, layer: int, state: State, report: dict[str, Any]
+) -> None:
     """Writes a converted layer as a file of the final model, complete or not at all.
 
     `state` has the tensors by their names in the whole model.
@@ -282,7 +288,9 @@ def finish(
     folder = draft / _MODEL
     state = _state_without_ties(model)
     located = _locate_converted(folder)
-    others = {key: tensor for key, tensor in state.items() if key not in located}
+    others = {
+        key: tensor for key, tensor in state.items() if key not in located
+    }
     located |= _save_others(others, folder)
     names = _final_names(located)
     for name, text in files.items():
@@ -306,7 +314,9 @@ def take_name(draft: Path, output: Path) -> None:
         output.rename(old)
     folder.rename(output)
     sync(output.parent)
-    shutil.rmtree(old, ignore_errors=True)  # before draft.json, which says it is ours
+    shutil.rmtree(
+        old, ignore_errors=True
+    )  # before draft.json, which says it is ours
     shutil.rmtree(draft)
 
 

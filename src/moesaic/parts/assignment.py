@@ -32,7 +32,10 @@ def balanced_assignment(cost_NR: NDArray[np.float64]) -> NDArray[np.int64]:
         warnings.simplefilter("error")
         try:
             plan_NR = ot.emd(
-                supply, capacity, np.ascontiguousarray(cost_NR), numItermax=50_000_000
+                supply,
+                capacity,
+                np.ascontiguousarray(cost_NR),
+                numItermax=50_000_000,
             )
         except UserWarning as warning:
             raise RuntimeError(

@@ -54,7 +54,9 @@ def carve(
     if len(partition.experts_RM):
         state |= _experts_state(ffn, partition.experts_RM, sizes.padded)
         router_state = router.state_dict()
-        state |= {f"router.{name}": tensor for name, tensor in router_state.items()}
+        state |= {
+            f"router.{name}": tensor for name, tensor in router_state.items()
+        }
     if block.output_bias:
         state["output_bias"] = _output_bias(ffn)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
@@ -74,7 +76,9 @@ def carve_neurons(
     state["down_proj.bias"] = _output_bias(ffn)
     router_state = router.state_dict()
     state |= {f"router.{name}": tensor for name, tensor in router_state.items()}
-    state = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    state = {
+        name: tensor.contiguous().clone() for name, tensor in state.items()
+    }
     carved.load_state_dict(state, assign=True)
     carved.router.num_active = router.num_active
     return carved.eval()
@@ -86,11 +90,15 @@ def _shared_state(ffn: DenseFFN, shared_S: NDArray[np.int64]) -> State:
     return {f"shared_expert.{name}": tensor for name, tensor in state.items()}
 
 
-def _experts_state(ffn: DenseFFN, experts_RM: NDArray[np.int64], padded: int) -> State:
+def _experts_state(
+    ffn: DenseFFN, experts_RM: NDArray[np.int64], padded: int
+) -> State:
     """Fused weights of the routed experts, each filled up with neurons of zero."""
     index_RM = torch.from_numpy(experts_RM).to(ffn.up_FD.device)
     name = "gate_up_proj" if ffn.gated else "up_proj"
-    state = {f"experts.{name}": _stacked(index_RM, padded, ffn.gate_FD, ffn.up_FD)}
+    state = {
+        f"experts.{name}": _stacked(index_RM, padded, ffn.gate_FD, ffn.up_FD)
+    }
     if ffn.up_bias_F is not None:
         biases = _stacked(index_RM, padded, ffn.gate_bias_F, ffn.up_bias_F)
         state[f"experts.{name}_bias"] = biases

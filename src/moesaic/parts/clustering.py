@@ -123,7 +123,9 @@ def reassign(
     energy_SN = statistics.sample_h_SF[:, index_N].square_() * norm2_N
     total = max(float(energy_SN.sum(1).double().sum()), 1e-30)
     expert_N = np.empty(len(neurons_N), dtype=np.int64)
-    expert_N[np.searchsorted(neurons_N, experts_RM)] = np.arange(num_routed)[:, None]
+    expert_N[np.searchsorted(neurons_N, experts_RM)] = np.arange(num_routed)[
+        :, None
+    ]
 
     kept_shares: list[float] = []
     best_RM = experts_RM
@@ -150,7 +152,9 @@ def reassign(
 
 
 def random_groups(
-    candidates_N: NDArray[np.int64], num_routed: int, generator: np.random.Generator
+    candidates_N: NDArray[np.int64],
+    num_routed: int,
+    generator: np.random.Generator,
 ) -> NDArray[np.int64]:
     """Neurons of each expert (R, M), drawn at random: what any clustering has to beat."""
     shuffled_N = generator.permutation(candidates_N)
@@ -169,7 +173,9 @@ def one_hot(
 
 
 def members(
-    candidates_N: NDArray[np.int64], expert_N: NDArray[np.int64], num_routed: int
+    candidates_N: NDArray[np.int64],
+    expert_N: NDArray[np.int64],
+    num_routed: int,
 ) -> NDArray[np.int64]:
     """The neurons of each expert (R, M), ascending, from the expert of each one."""
     order_N = np.argsort(expert_N, kind="stable")

@@ -28,7 +28,10 @@ def directions(blocks: Blocks, count: int) -> tuple[Tensor, Tensor]:
     assert isinstance(gram_DD, Tensor)
     mean_D = mean_D.double()
     variance_D, axes_DD = torch.linalg.eigh(gram_DD.double() / tokens)
-    variance_C, axes_DC = variance_D[-count:].flip(0), axes_DD[:, -count:].flip(1)
+    variance_C, axes_DC = (
+        variance_D[-count:].flip(0),
+        axes_DD[:, -count:].flip(1),
+    )
     # Each axis' sign is the eigensolver's choice; take the one with a positive largest entry.
     peak_C = axes_DC.gather(0, axes_DC.abs().argmax(0, keepdim=True))[0]
     weight_CD = (axes_DC * peak_C.sign() / variance_C.clamp(min=1e-12).sqrt()).T

@@ -16,7 +16,9 @@ def expert_grams(ffn: DenseFFN, experts_RM: Tensor) -> Tensor:
     return down_RMD @ down_RMD.mT
 
 
-def expert_energies(h_TF: Tensor, experts_RM: Tensor, gram_RMM: Tensor) -> Tensor:
+def expert_energies(
+    h_TF: Tensor, experts_RM: Tensor, gram_RMM: Tensor
+) -> Tensor:
     """e_tj = ||sum over expert j's neurons of h_ti w_i||^2 (T, R); 2 T F M FLOPs, not 2 T F D."""
     h_RTM = h_TF.float().T[experts_RM].mT
     return (h_RTM @ gram_RMM).mul_(h_RTM).sum(-1).T.clamp(min=0)

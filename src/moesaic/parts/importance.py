@@ -30,7 +30,9 @@ def contribution(statistics: Statistics, ffn: DenseFFN) -> NDArray[np.float64]:
     w_i is the neuron's column of the down projection. O(D F).
     """
     norm2_F = output_norms(ffn)
-    energy_F: NDArray[np.float64] = statistics.energy_F / statistics.tokens * norm2_F
+    energy_F: NDArray[np.float64] = (
+        statistics.energy_F / statistics.tokens * norm2_F
+    )
     return energy_F
 
 

@@ -37,7 +37,9 @@ class Partition:
     def mask(self, chosen_TR: Tensor) -> Tensor:
         """1.0 for each of `neurons_N` that runs for a token, else 0.0 (T, N)."""
         tokens = len(chosen_TR)
-        shared_TS = chosen_TR.new_ones(tokens, len(self.shared_S), dtype=torch.float32)
+        shared_TS = chosen_TR.new_ones(
+            tokens, len(self.shared_S), dtype=torch.float32
+        )
         size = self.experts_RM.shape[1]
         routed_TN = chosen_TR.float().repeat_interleave(size, dim=1)
         return torch.cat([shared_TS, routed_TN], dim=1)

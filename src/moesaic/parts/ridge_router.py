@@ -43,7 +43,9 @@ class Ridge:
         gram_PP = gram_PP.double()
         # Where nothing varies, no less than rounding makes of it.
         least = max(1e-10 * float(energy) / len(gram_PP), 1e-30)
-        gram_PP.diagonal().add_((ridge * gram_PP.diagonal().mean()).clamp(min=least))
+        gram_PP.diagonal().add_(
+            (ridge * gram_PP.diagonal().mean()).clamp(min=least)
+        )
         return cls(mean_P, torch.linalg.cholesky(gram_PP))
 
     def solve(self, blocks: Blocks, target_TR: Tensor) -> Tensor:
@@ -58,7 +60,9 @@ class Ridge:
         return torch.cholesky_solve(cross_PR.double(), self.factor_PP).float()
 
     def scores(self, blocks: Blocks, weight_PR: Tensor) -> Tensor:
-        return torch.cat([self._centred(phi_TP) @ weight_PR for phi_TP in blocks()])
+        return torch.cat(
+            [self._centred(phi_TP) @ weight_PR for phi_TP in blocks()]
+        )
 
     def _centred(self, phi_TP: Tensor) -> Tensor:
         return phi_TP if self.mean_P is None else phi_TP - self.mean_P
@@ -115,14 +119,18 @@ def fit_linear_router(
     return best_PR.T.contiguous()
 
 
-def _gamma(energy_TR: Tensor, score_TR: Tensor, dim: int) -> tuple[Tensor, float]:
+def _gamma(
+    energy_TR: Tensor, score_TR: Tensor, dim: int
+) -> tuple[Tensor, float]:
     """e / mu, at most MOST, and the deviance mean(e / mu + log mu).
 
     mu = exp(score + c), with c per expert (dim 0) or per token (dim 1) such that the sums of e
     and mu over `dim` agree.
     """
     score_TR = score_TR - score_TR.amax(dim, keepdim=True)
-    level = energy_TR.sum(dim, keepdim=True) / score_TR.exp().sum(dim, keepdim=True)
+    level = energy_TR.sum(dim, keepdim=True) / score_TR.exp().sum(
+        dim, keepdim=True
+    )
     # Where there is no energy at all, nothing is to be learned: e / mu is 0 for all.
     log_mu_TR = score_TR + level.clamp(min=1e-30).log()
     ratio_TR = energy_TR * (-log_mu_TR).clamp(max=80.0).exp()

@@ -51,7 +51,8 @@ def sketch_up(x_TD: Tensor, ffn: DenseFFN, directions: int) -> Sketch:
     axes_DC = axes_DD[:, -directions:].flip(1)
     # Each axis' sign is the eigensolver's choice; take the one with a positive largest entry.
     axes_DC = (
-        axes_DC * axes_DC.gather(0, axes_DC.abs().argmax(0, keepdim=True))[0].sign()
+        axes_DC
+        * axes_DC.gather(0, axes_DC.abs().argmax(0, keepdim=True))[0].sign()
     )
     in_CD = torch.linalg.solve_triangular(root_DD.T, axes_DC, upper=True).T
     # Rows of unit length: what a float16 model keeps of them is in its range.
@@ -63,5 +64,7 @@ def sketch_up(x_TD: Tensor, ffn: DenseFFN, directions: int) -> Sketch:
         bias_F = bias_F + ffn.up_bias_F.float()
     # The error of a linear map: no need to compute up and its stand-in.
     error_TF = centred_TD @ (up_FD - out_FC @ in_CD).T
-    variance_F = (gate_TF * error_TF).square().mean(0) / energy_F.clamp(min=1e-30)
+    variance_F = (gate_TF * error_TF).square().mean(0) / energy_F.clamp(
+        min=1e-30
+    )
     return Sketch(in_CD, out_FC, bias_F, variance_F)

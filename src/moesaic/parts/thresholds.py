@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SOFTNESS = (
-    0.3  # width of a choice's sigmoid, in standard deviations of a token's scores
-)
+SOFTNESS = 0.3  # width of a choice's sigmoid, in standard deviations of a token's scores
 ALWAYS = 1e30  # further from any score than float32 tells apart
 
 
@@ -23,7 +21,9 @@ def soft_choice(value_TR: Tensor, threshold_T1: Tensor | float = 0.0) -> Tensor:
     What a choice's gradient is taken for (straight-through).
     """
     with torch.no_grad():
-        spread_T1 = value_TR.std(dim=-1, keepdim=True, unbiased=False).clamp(min=1e-20)
+        spread_T1 = value_TR.std(dim=-1, keepdim=True, unbiased=False).clamp(
+            min=1e-20
+        )
     return ((value_TR - threshold_T1) / (SOFTNESS * spread_T1)).sigmoid()
 
 
@@ -73,7 +73,12 @@ def budget_thresholds(
     if mean_active >= routed:
         return thresholds(score_TR, 1.0)
     sorted_TR = _descending(score_TR)
-    fits, exceeds, above, probes = 0, tokens, round(mean_active / routed * tokens), 0
+    fits, exceeds, above, probes = (
+        0,
+        tokens,
+        round(mean_active / routed * tokens),
+        0,
+    )
     while exceeds - fits > 1:
         probes += 1
         if (

@@ -49,7 +49,11 @@ class Repair:
 
     @property
     def name(self) -> str:
-        return f"W_up, then {self.candidate.name}" if self.up else self.candidate.name
+        return (
+            f"W_up, then {self.candidate.name}"
+            if self.up
+            else self.candidate.name
+        )
 
     def undone(self) -> Repair:
         """The same where nothing was repaired in the end."""
@@ -58,14 +62,18 @@ class Repair:
     def after_up_rows(self, first: Repair) -> Repair:
         """This repair, made after the rows of W_up were refitted, `first` before."""
         note = first.note if self.candidate is NOTHING else self.note
-        return replace(self, up=True, error_before=first.error_before, note=note)
+        return replace(
+            self, up=True, error_before=first.error_before, note=note
+        )
 
     def apply(self, ffn: DenseFFN, kept: Kept) -> DenseFFN:
         """The FFN with repaired output vectors and intercept."""
         changed = ffn
         if self.candidate.delta_ND is not None:
             down_DF = ffn.down_DF.float()
-            down_DF = down_DF.index_add(1, kept.neurons_N, self.candidate.delta_ND.T)
+            down_DF = down_DF.index_add(
+                1, kept.neurons_N, self.candidate.delta_ND.T
+            )
             changed = replace(changed, down_DF=down_DF.to(ffn.down_DF.dtype))
         if (bias_D := self.candidate.intercept_D) is not None:
             if ffn.down_bias_D is not None:
@@ -104,14 +112,18 @@ def choose_repairs(
     for x_TD in inputs.fit():
         h_TF, dense_TD = outputs(x_TD)
         # The first comes last: it may mask h_TF itself.
-        for one, own, sums in reversed(list(zip(kept, columns, moments, strict=True))):
+        for one, own, sums in reversed(
+            list(zip(kept, columns, moments, strict=True))
+        ):
             sums.add(one.masked_(x_TD, h_TF[:, own]), dense_TD)
     downs = [down_FD[own] for own in columns]
     offers = [
         _candidates(sums.residual(down_ND), method, intercept)
         for sums, down_ND in zip(moments, downs, strict=True)
     ]
-    errors = [torch.zeros(len(found), dtype=torch.float64) for found, _ in offers]
+    errors = [
+        torch.zeros(len(found), dtype=torch.float64) for found, _ in offers
+    ]
     energy = 0.0
     for x_TD in inputs.heldout():
         h_TF, dense_TD = outputs(x_TD)
@@ -121,18 +133,26 @@ def choose_repairs(
             h_TN = one.masked_(x_TD, h_TF[:, own])
             r_TD = dense_TD - h_TN @ down_ND
             for index, candidate in enumerate(found):
-                error[index] += (r_TD - candidate.output(h_TN)).square().sum().item()
+                error[index] += (
+                    (r_TD - candidate.output(h_TN)).square().sum().item()
+                )
     repairs = []
     for (found, note), error in zip(offers, errors, strict=True):
         error = torch.nan_to_num(error / max(energy, 1e-30), nan=torch.inf)
         best = int(error.argmin())
         if best == 0 and len(found) > 1:
-            note = "repair skipped: it does not lower the error on held-out tokens"
-        repairs.append(Repair(found[best], error[0].item(), error[best].item(), note))
+            note = (
+                "repair skipped: it does not lower the error on held-out tokens"
+            )
+        repairs.append(
+            Repair(found[best], error[0].item(), error[best].item(), note)
+        )
     return repairs
 
 
-def _in_order(ffn: DenseFFN, kept: list[Kept]) -> tuple[DenseFFN, list[slice | Tensor]]:
+def _in_order(
+    ffn: DenseFFN, kept: list[Kept]
+) -> tuple[DenseFFN, list[slice | Tensor]]:
     """The FFN in the order of the first masking, if that keeps all, and the columns of each.
 
     Hidden states then are masked where they are, without a copy.
@@ -141,7 +161,10 @@ def _in_order(ffn: DenseFFN, kept: list[Kept]) -> tuple[DenseFFN, list[slice | T
     if len(order_N) < ffn.intermediate_size:
         return ffn, [k.neurons_N for k in kept]
     place_F = order_N.argsort()
-    return ffn.subset(order_N), [slice(None), *(place_F[k.neurons_N] for k in kept[1:])]
+    return ffn.subset(order_N), [
+        slice(None),
+        *(place_F[k.neurons_N] for k in kept[1:]),
+    ]
 
 
 @torch.no_grad()
@@ -165,7 +188,9 @@ def with_up_rows(
     own_TD = h_TN @ down_ND
     if repaired.down_bias_D is not None:
         own_TD = own_TD + repaired.down_bias_D.float()
-    delta_ND = refit_up(x_TD.float(), gate_TN, dense_TD - own_TD, down_ND, steps)
+    delta_ND = refit_up(
+        x_TD.float(), gate_TN, dense_TD - own_TD, down_ND, steps
+    )
     up_FD = repaired.up_FD.float().index_add(0, index_N, delta_ND)
     return replace(
         repaired, up_FD=up_FD.to(ffn.up_FD.dtype), down_bias_D=ffn.down_bias_D

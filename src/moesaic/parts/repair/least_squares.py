@@ -26,7 +26,9 @@ def least_squares(sums: Residual, intercept: bool) -> list[Candidate]:
     gram_NN, cross_ND = sums.gram_NN.clone(), sums.cross_ND
     if intercept:
         gram_NN -= sums.tokens * torch.outer(sums.mean_N, sums.mean_N)
-        cross_ND = cross_ND - sums.tokens * torch.outer(sums.mean_N, sums.mean_D)
+        cross_ND = cross_ND - sums.tokens * torch.outer(
+            sums.mean_N, sums.mean_D
+        )
     diagonal_N = gram_NN.diagonal().clone()
     candidates = []
     for ridge in RIDGES:
@@ -37,7 +39,11 @@ def least_squares(sums: Residual, intercept: bool) -> list[Candidate]:
         delta_ND = torch.cholesky_solve(cross_ND, factor_NN)
         if not torch.isfinite(delta_ND).all():
             continue
-        b_D = (sums.mean_D - sums.mean_N @ delta_ND).float() if intercept else None
+        b_D = (
+            (sums.mean_D - sums.mean_N @ delta_ND).float()
+            if intercept
+            else None
+        )
         candidates.append(
             Candidate(f"least squares, ridge {ridge:g}", delta_ND.float(), b_D)
         )

@@ -42,4 +42,8 @@ def mean_compensation(sums: Residual, intercept: bool) -> list[Candidate]:
     if not energy > 0:
         return []
     along_D = (sums.mean_N @ sums.cross_ND) / energy
-    return [Candidate("mean compensation", torch.outer(sums.mean_N, along_D).float())]
+    return [
+        Candidate(
+            "mean compensation", torch.outer(sums.mean_N, along_D).float()
+        )
+    ]

@@ -60,8 +60,13 @@ class Moments:
         gram_NN = self.gram_NN
         sum_N, down_ND = self.sum_N.double(), down_ND.double()
         cross_ND = self.cross_ND.double() - gram_NN @ down_ND
-        tokens, sum_D = max(self.tokens, 1), self.sum_D.double() - sum_N @ down_ND
-        return Residual(self.tokens, gram_NN, cross_ND, sum_N / tokens, sum_D / tokens)
+        tokens, sum_D = (
+            max(self.tokens, 1),
+            self.sum_D.double() - sum_N @ down_ND,
+        )
+        return Residual(
+            self.tokens, gram_NN, cross_ND, sum_N / tokens, sum_D / tokens
+        )
 
 
 @dataclass(frozen=True)
