@@ -441,7 +441,9 @@ def test_training_computes_the_same_and_its_gradient_reaches_the_choice() -> Non
     slope_TD = 2 * y_TD.detach()
     slope_TF = slope_TD @ block.down_proj.weight.T
     chosen = (slope_TF * gate_TF * up_TF * runs_TF).sum()  # the experts' own gradient
-    choice = (slope_TF * (gate_TF * up_TF).detach() * (score_TF / block.router.choice_width).sigmoid()).sum()
+    choice = (
+        slope_TF * (gate_TF * up_TF).detach() * (score_TF / block.router.choice_width).sigmoid()
+    ).sum()
     twin = torch.autograd.grad(chosen + choice, weights)
     for ours, theirs in zip(found, twin, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

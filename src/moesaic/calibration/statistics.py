@@ -7,7 +7,7 @@ sample.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -62,6 +62,21 @@ class Statistics:
         """
         assert self.active is not None
         return np.bincount(self.active.indices, minlength=self.active.shape[1])
+
+    def subset(self, index_N: NDArray[np.int64]) -> Statistics:
+        """Of some neurons, in the order given; one that is named twice comes twice."""
+        gram_FF = self.gram_FF
+        sample_h_SF = self.sample_h_SF
+        return replace(
+            self,
+            energy_F=self.energy_F[index_N],
+            sum_F=self.sum_F[index_N],
+            active=None if self.active is None else self.active[:, index_N],
+            gram_FF=None if gram_FF is None else gram_FF[index_N][:, index_N],
+            sample_h_SF=None
+            if sample_h_SF is None
+            else sample_h_SF[:, index_N],
+        )
 
 
 PLAIN = StatisticsKind()

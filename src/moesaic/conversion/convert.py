@@ -39,7 +39,12 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.evaluate.work import active_ffn_fraction
 from moesaic.families import FFNs, find_ffns
-from moesaic.families.load import choose_device, load_model, resolve
+from moesaic.families.load import (
+    choose_device,
+    load_model,
+    resolve,
+    source_of,
+)
 from moesaic.layout import Layout
 from moesaic.methods.base import Method
 from moesaic.modeling import MoEConfig, MoesaicReplacement
@@ -170,7 +175,11 @@ def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
     check_stream(ffns, prepared.windows_NL)
     search = search_plan(dense, ffns, prepared, device)
     dtype = str(dense.dtype).removeprefix("torch.")
-    moe = replace(search.plan.moe, calibration=_calibration_of(prepared))
+    moe = replace(
+        search.plan.moe,
+        calibration=_calibration_of(prepared),
+        source=source_of(options.model),
+    )
     plan = search.plan.with_moe(moe)
     report = _new_report(prepared, plan, search)
     return _Conversion(

@@ -226,11 +226,13 @@ def _token_references(
 def _neuron_mask(
     partition: Partition, runs_TR: Tensor, like_TF: Tensor
 ) -> Tensor:
-    """1.0 for each of the dense FFN's neurons that runs for a token, else 0.0."""
+    """How often each of the dense FFN's neurons runs for a token.
+
+    Once or not at all, unless experts share neurons: every copy that runs counts.
+    """
     neurons_N = torch.from_numpy(partition.neurons_N).to(like_TF.device)
-    mask_TF = torch.zeros_like(like_TF)
-    mask_TF[:, neurons_N] = partition.mask(runs_TR)
-    return mask_TF
+    mask_TN = partition.mask(runs_TR)
+    return torch.zeros_like(like_TF).index_add_(1, neurons_N, mask_TN)
 
 
 def _routing(

@@ -300,7 +300,8 @@ def refit_thresholds(model: Any, windows_NL: Tensor) -> None:
                 _refit(router, own_TR, bias_R)
 
     def refit_neurons(layer: int, neurons: Any, args: Any) -> None:
-        router, (x_TD,) = active_copy(neurons.router), args
+        router = active_copy(neurons.router)
+        x_TD = args[0].flatten(0, -2)
         score_TF = router(x_TD, neurons.act_fn(neurons.gate_proj(x_TD)))
         router.selection_bias -= single_threshold(score_TF, router.num_active)
 

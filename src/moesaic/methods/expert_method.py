@@ -205,8 +205,8 @@ def active_words(moe: MoEConfig) -> str:
 def spread_out(fit: LayerFit) -> LayerFit:
     """Where index lists overlap, the FFN with every copy as a neuron of its own.
 
-    The steps that follow then refit each copy by itself. Repairs still aim at the
-    output of the FFN as it was.
+    So are its statistics. The steps that follow then refit each copy by itself.
+    Repairs still aim at the output of the FFN as it was.
     """
     neurons_N = fit.partition.neurons_N
     fit.made.partition = fit.partition
@@ -217,6 +217,8 @@ def spread_out(fit: LayerFit) -> LayerFit:
     places_N = np.arange(len(neurons_N))
     experts_RM = places_N[shared:].reshape(fit.partition.experts_RM.shape)
     fit.ffn = fit.ffn.subset(index_N)
+    fit.statistics = fit.statistics.subset(neurons_N)
+    fit.energy_F = fit.energy_F[neurons_N]
     fit.partition = Partition(places_N[:shared], experts_RM)
     return fit
 
