@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import moesaic
+from moesaic import load_method
 from moesaic.families.load import load_model
+from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, LAYERS, tiny_model, tokens
 
@@ -46,21 +48,26 @@ def test_same_seed_same_bytes(dense: Path, tmp_path: Path) -> None:
     assert files(tmp_path / "a") != files(tmp_path / "c")
 
 
-@pytest.mark.parametrize("recipe", ["moesaic", "moesaic-quadratic", "static-repaired"])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("moesaic", {}), ("moesaic", {"up_steps": 4}), ("static-repaired", {}),
+     ("moesaic-dynamic", {"directions": 24, "layer_budgets": "uniform"})],
+)  # fmt: skip
 def test_fitted_weights_are_the_same_bytes_every_time(
-    dense: Path, tmp_path: Path, recipe: str
+    dense: Path, tmp_path: Path, method: str, settings: dict[str, Any]
 ) -> None:
+    given = load_method(method, settings)
     for name in ("a", "b"):
-        moesaic.convert(dense, recipe, "S3A3E8", WINDOWS, output=tmp_path / name, command="x")
+        moesaic.convert(dense, given, "S3A3E8", WINDOWS, output=tmp_path / name, command="x")
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
-@pytest.mark.parametrize("recipe", ["cmoe", "cmoe-code", "static"])
-def test_the_order_of_tokens_does_not_matter_to_the_first_layer(recipe: str) -> None:
+@pytest.mark.parametrize("method", ["cmoe", "cmoe-code", "static"])
+def test_the_order_of_tokens_does_not_matter_to_the_first_layer(method: str) -> None:
     one = tiny_model("llama")
     two = tiny_model("llama")
-    moesaic.convert(one, recipe, "S3A3E8", WINDOWS)
-    moesaic.convert(two, recipe, "S3A3E8", WINDOWS.flip(0))
+    moesaic.convert(one, method, "S3A3E8", WINDOWS)
+    moesaic.convert(two, method, "S3A3E8", WINDOWS.flip(0))
     name = "model.layers.0.mlp"
     for key, value in weights(one).items():
         if key.startswith(name):
@@ -81,16 +88,16 @@ def test_calibration_is_sequential() -> None:
         dense(input_ids=WINDOWS)
     assert not torch.allclose(seen[0], seen[1], atol=1e-3)
     profiled: list[torch.Tensor] = []
-    from moesaic.calibration.statistics import profile_ffn
-    from moesaic.methods import fit
+    from moesaic.calibration import ffn_inputs
+    from moesaic.calibration.statistics import compute_statistics
 
     def spy(blocks: Any, *rest: Any, **more: Any) -> Any:
         blocks = list(blocks)
         profiled.append(torch.cat(blocks))
-        return profile_ffn(blocks, *rest, **more)
+        return compute_statistics(blocks, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "profile_ffn", spy)
+        patch.setattr(ffn_inputs, "compute_statistics", spy)
         moesaic.convert(tiny_model("llama"), "cmoe", "S0A1E8", WINDOWS)
     torch.testing.assert_close(profiled[1].view_as(seen[0]), seen[0], rtol=1e-5, atol=1e-5)
 
@@ -98,6 +105,7 @@ def test_calibration_is_sequential() -> None:
 _KILLED = """
 import os, signal, sys, torch
 import moesaic
+from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
 count, when = 0, int(sys.argv[3])
 def dying(function):
@@ -110,34 +118,34 @@ def dying(function):
         return result
     return wrapped
 checkpoint._save = dying(checkpoint._save)
-recipe = sys.argv[4] if len(sys.argv) > 4 else "cmoe"
-moesaic.convert(sys.argv[1], recipe, "S3A3E8", torch.load(sys.argv[1] + "/../windows.pt"),
+method = sys.argv[4] if len(sys.argv) > 4 else "cmoe"
+moesaic.convert(sys.argv[1], method, "S3A3E8", torch.load(sys.argv[1] + "/../windows.pt"),
                 output=sys.argv[2], command="x")
 """
 
 
 @pytest.mark.parametrize(
-    ("when", "recipe"),  # mid-way and in the last step
-    [(1, "cmoe"), (2, "cmoe"), (LAYERS + 1, "cmoe"), (2, "moesaic-budgets")],
+    ("when", "method"),  # mid-way and in the last step
+    [(1, "cmoe"), (2, "cmoe"), (LAYERS + 1, "cmoe"), (2, "moesaic-dynamic")],
 )
 def test_resume_after_kill_gives_the_same_bytes(
-    dense: Path, tmp_path: Path, when: int, recipe: str
+    dense: Path, tmp_path: Path, when: int, method: str
 ) -> None:
     torch.save(WINDOWS, tmp_path / "windows.pt")
-    moesaic.convert(dense, recipe, "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
+    moesaic.convert(dense, method, "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
     output = tmp_path / "killed"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), str(when), recipe],
+        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), str(when), method],
         capture_output=True,
         env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert not output.exists()
     with pytest.raises(moesaic.MoesaicError, match="--resume"):
-        moesaic.convert(dense, recipe, "S3A3E8", WINDOWS, output=output)
+        moesaic.convert(dense, method, "S3A3E8", WINDOWS, output=output)
     with pytest.raises(moesaic.MoesaicError, match="layout = S3A3E8"):
-        moesaic.convert(dense, recipe, "S2A2E8", WINDOWS, output=output, resume=True)
-    moesaic.convert(dense, recipe, "S3A3E8", WINDOWS, output=output, resume=True, command="x")
+        moesaic.convert(dense, method, "S2A2E8", WINDOWS, output=output, resume=True)
+    moesaic.convert(dense, method, "S3A3E8", WINDOWS, output=output, resume=True, command="x")
     assert files(output) == files(tmp_path / "calm")
     assert not checkpoint.draft_folder(output).exists()
 
@@ -159,6 +167,7 @@ def test_a_damaged_draft_shard_is_made_anew(dense: Path, tmp_path: Path) -> None
 _DIES_AT = """
 import os, signal, shutil, sys, pathlib, torch
 import moesaic
+from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -381,7 +390,7 @@ def test_static_keeps_the_best_neurons_without_a_router() -> None:
     assert block.experts is None
     assert block.shared_expert.up_proj.weight.shape[0] == 40
     assert report.layers[0].router_recall is None
-    assert model.config.moesaic["dropped"] == 12
+    assert model.config.moesaic.sizes == (Sizes(40, 0, 0, 0, 52),) * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -429,10 +438,11 @@ def test_layers_that_are_to_stay_dense_stay(dense: tuple[int, ...], tmp_path: Pa
         output=tmp_path / "out",
     )  # fmt: skip
     converted = [layer for layer in range(LAYERS) if layer not in dense]
-    assert model.config.moesaic["layers"] == [layer.layer for layer in report.layers] == converted
+    assert list(model.config.moesaic.layers) == converted
+    assert [layer.layer for layer in report.layers] == converted
     for layer in range(LAYERS):
         found, before = model.model.layers[layer].mlp, original.model.layers[layer].mlp
-        assert isinstance(found, moesaic.modeling.MoesaicBlock) == (layer in converted)
+        assert isinstance(found, MoesaicBlock) == (layer in converted)
         if layer in dense:
             assert torch.equal(found.up_proj.weight, before.up_proj.weight)
     shared, size, active, total = 10, 6, 3, 52  # the four neurons left over are shared ones

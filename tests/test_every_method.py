@@ -180,3 +180,24 @@ def test_the_shown_method_is_about_twenty_lines_and_no_part_of_the_package(shown
     assert method.name not in moesaic.METHODS
     body = [line for line in code if not line.startswith(("from ", "import ", "#", '"""'))]
     assert len(body) <= 30
+
+
+def test_linear_methods_stand_in_a_comparison_and_leave_the_dense_model(tmp_path: Path) -> None:
+    """Beside references, at the same share of the weights; what was replaced is put back."""
+    result = moesaic.compare(
+        "demo", [LINEAR], sparsity=(0.25,), calibration="demo", seeds=1, samples=4,
+        sequence_length=64, max_tokens=1024, references=("static",), output=tmp_path / "out",
+    )  # fmt: skip
+    rows = {row["method"]: row for row in result["rows"]}
+    assert rows["magnitude"]["macs"] < 1
+    assert 1 < rows["magnitude"]["ratio"]["demo"] < 1.2
+    alone = moesaic.compare(
+        "demo", ["static"], sparsity=(0.25,), calibration="demo", seeds=1, samples=4,
+        sequence_length=64, max_tokens=1024, references=(),
+    )  # fmt: skip
+    assert rows["static"]["ratio"] == alone["rows"][0]["ratio"]
+
+
+def test_a_target_ratio_is_not_for_methods_without_experts(dense: Path) -> None:
+    with pytest.raises(MoesaicError, match="counts experts"):
+        moesaic.convert(dense, LINEAR, calibration=tokens(64, CONTEXT).flatten(), target_ratio=1.1)

@@ -71,7 +71,7 @@ def test_a_stock_model_gives_the_same_logits(
     gates = [layer.mlp.gate for layer in stock.model.layers]
     with torch.no_grad(), calls(routers) as own, calls(gates) as others:
         expected, found = original(ids).logits, stock(ids).logits
-    experts = original.config.moesaic["num_routed"]
+    experts = original.config.moesaic.sizes[0].num_routed
     changed = torch.stack([
         (chosen(ours[0], experts) != chosen(stocks[2], experts)).any(1).view(ids.shape)
         for (_, ours), (_, stocks) in zip(own, others, strict=True)
@@ -500,18 +500,19 @@ def test_bad_arguments_leave_nothing(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "format", "reason"),
+    ("method", "format", "reason"),
     [
-        ("cmoe", "glm4_moe", "its router is representative"),
-        ("moesaic-dynamic", "glm4_moe", "different numbers of experts"),
-        ("static", "qwen2_moe", "left no experts"),
-        ("random", "gguf", "its router is random"),
+        ("cmoe", "glm4_moe", "its router is neuron-copies, stock ones are a matrix"),
+        ("moesaic-dynamic", "glm4_moe", "its router is quadratic, stock ones are a matrix"),
+        ("moesaic-dynamic", "glm4_moe", "its tokens run different numbers of experts"),
+        ("static", "qwen2_moe", "method static left no experts"),
+        ("random", "gguf", "its router is neuron-copies, stock ones are a matrix"),
     ],
 )
-def test_recipes_that_stock_routers_cannot_hold(
-    recipe: str, format: str, reason: str, tmp_path: Path
+def test_methods_that_stock_routers_cannot_hold(
+    method: str, format: str, reason: str, tmp_path: Path
 ) -> None:
-    folder = converted_folder("llama", tmp_path / "converted", recipe)
+    folder = converted_folder("llama", tmp_path / "converted", method)
     with pytest.raises(MoesaicError, match=reason):
         moesaic.export(str(folder), format, tmp_path / "out.gguf")
     assert any(reason in why for why in moesaic.explain(str(folder))[format])

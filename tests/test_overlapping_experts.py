@@ -115,6 +115,18 @@ def measured(method: Overlapping, ffn: DenseFFN, inputs: FFNInputs) -> tuple[Lay
 # --- what is held ------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def test_copies_add_up_by_hand() -> None:
+    """Neuron i puts out x_i: 0 and 5 run three times, 7 never, the others once."""
+    ffn = DenseFFN(up_FD=torch.eye(8), down_DF=torch.eye(8), activation="linear")
+    block = converted(Overlapping(active=3), ffn, inputs_of(torch.randn(80, 8)))
+    x_TD = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8]])
+    assert block(x_TD).tolist() == [[3, 2, 3, 4, 5, 18, 7, 0]]
+    # One expert: of its first neurons, 0, 3 and 6, the last has the largest activation.
+    block = converted(Overlapping(active=1), ffn, inputs_of(torch.randn(80, 8)))
+    assert block(x_TD).tolist() == [[2, 2, 0, 0, 0, 6, 7, 0]]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()

@@ -150,7 +150,7 @@ def _remarks_at(sparsity: float | None, rows: list[Row]) -> list[str]:
     for row in rows:
         if sparsity is not None and row.role != EQUAL_WORK:
             distance = abs(row.active_ffn_fraction - (1 - sparsity))
-            if distance > NEAR:
+            if distance > NEAR and (row.routes or row.repairs):
                 lines.append(
                     f"{where}{row.method} runs {row.active_ffn_fraction:.1%}: its "
                     "experts fit no nearer"

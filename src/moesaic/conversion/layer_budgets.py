@@ -80,8 +80,9 @@ def share_budgets(
     and where equal budgets diverge.
     """
     method = plan.method
-    assert isinstance(method, FFNMethod)
-    if method.layer_budgets == "uniform" or not _can_differ(plan, ffns, tell):
+    if not isinstance(method, FFNMethod) or method.layer_budgets == "uniform":
+        return plan
+    if not _can_differ(plan, ffns, tell):
         return plan
     check_on(dense, device, "sharing a budget between layers differentiates")
     if torch.is_inference_mode_enabled():

@@ -118,6 +118,11 @@ def check_target(
     target = options.target_ratio
     if target is None:
         return
+    if not isinstance(options.method, FFNMethod):
+        raise MoesaicError(
+            f"a target ratio counts experts, and method {options.method.name!r} has "
+            "none; give a sparsity"
+        )
     if options.budget.layout is not None or options.budget.sparsity is not None:
         raise MoesaicError(
             "a target ratio chooses the sparsity itself; give no layout and no sparsity "

@@ -114,22 +114,18 @@ class FFNs(LayerStack):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Puts every module that a conversion replaces back where it was."""
-        before = []
-        for layer in self.converted:
-            for path in self.replaced_paths():
-                module = self.layers[layer].get_submodule(path)
-                before.append((layer, path, module))
+        """Puts every module inside the layers back where it was."""
+        before = [
+            (module, dict(module._modules))
+            for layer in self.layers
+            for module in layer.modules()
+        ]
         try:
             yield
         finally:
-            for layer, path, module in before:
-                self._put_back(layer, path, module)
-
-    def _put_back(self, layer: int, path: str, module: nn.Module) -> None:
-        parent_path, _, name = path.rpartition(".")
-        parent = self.layers[layer].get_submodule(parent_path)
-        setattr(parent, name, module)
+            for module, children in before:
+                for name, child in children.items():
+                    setattr(module, name, child)
 
     def state_prefix(self, layer: int) -> str:
         """Where the state dict keeps what replaces this layer's FFN."""

@@ -1,11 +1,12 @@
-"""Equal loads without a loss of their own: the selection bias moves after every optimiser step.
+"""Equal loads without a loss of their own: the selection bias moves after every step.
 
-Paper, Section 4.3: b_j falls by gamma where expert j runs for more than its share, rises where it
-runs for less. The gate never sees the bias.
+Paper, Section 4.3: b_j falls by gamma where expert j runs for more than its share,
+and rises where it runs for less. The gate never sees the bias.
 
-Shape suffixes: T tokens, R routed experts, K routed experts run per token, G groups of experts that
-compete: one in a block, one for each of its experts in a layer that was a mixture before; L groups
-of all layers, P pairs of a token and an expert of such a layer.
+Shape suffixes: T tokens, N windows, B windows of a batch, L tokens of a window or
+groups of all layers, R routed experts, K routed experts run per token, D hidden_size,
+F neurons. G groups of experts that compete: one in a block, one for each of its experts
+in a layer that was a mixture before. P pairs of a token and an expert of such a layer.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ BATCH_TOKENS = 2048
 class Loads:
     """How often each expert of a group ran (L, R) for the group's `tokens_L`.
 
-    `spread_L`: standard deviation over the experts of a token of what they are chosen by, root
-    mean square over tokens. `names` tell the groups.
+    `spread_L`: standard deviation over the experts of a token of what they are chosen
+    by, root mean square over tokens. `names` tell the groups.
     """
 
     names: list[str]
@@ -40,7 +41,7 @@ class Loads:
     spread_L: Tensor
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Per group: pairs per token, each expert's share, largest over mean, dead experts."""
+        """Per group: pairs per token, each expert's share, and what is uneven in them."""
         rows = []
         groups = zip(
             self.names,
@@ -49,18 +50,24 @@ class Loads:
             strict=True,
         )
         for name, count_R, tokens in groups:
-            share_R = count_R / count_R.sum().clamp(min=1)
-            even = 1 / len(share_R)
-            rows.append(
-                {
-                    "group": name,
-                    "experts_per_token": float(count_R.sum()) / max(tokens, 1),
-                    "max_over_mean": float(share_R.max()) / even,
-                    "dead": int((share_R < 0.05 * even).sum()),
-                    "share": [round(float(share), 6) for share in share_R],
-                }
-            )
+            row = _load_row(name, count_R, tokens)
+            rows.append(row)
         return rows
+
+
+def _load_row(name: str, count_R: Tensor, tokens: int) -> dict[str, Any]:
+    """An expert is dead that has less than a twentieth of an even share."""
+    pairs = count_R.sum()
+    share_R = count_R / pairs.clamp(min=1)
+    even_share = 1 / len(share_R)
+    is_dead_R = share_R < 0.05 * even_share
+    return {
+        "group": name,
+        "experts_per_token": float(pairs) / max(tokens, 1),
+        "max_over_mean": float(share_R.max()) / even_share,
+        "dead": int(is_dead_R.sum()),
+        "share": [round(float(share), 6) for share in share_R],
+    }
 
 
 def moved(
@@ -73,69 +80,92 @@ def moved(
 ) -> Tensor:
     """The bias after one step: by `rate` against every load above or below `target`.
 
-    Loads are pairs per token and expert; the paper's p* = 1 / R of all pairs is a load of K / R,
-    which also holds the budget where thresholds let loads differ from token to token. The bias
-    stays within `bound` of `centre_R`, so that it never decides more than the scores do.
+    Loads are pairs per token and expert. The paper's p* = 1 / R of all pairs is a load
+    of K / R, which also holds the budget where thresholds let loads differ from token
+    to token. The bias stays within `bound` of `centre_R`, so that it never decides more
+    than the scores do.
     """
-    step_R = rate * (load_R - target).sign()
-    return (bias_R - step_R).clamp(centre_R - bound, centre_R + bound)
+    excess_R = load_R - target
+    step_R = rate * excess_R.sign()
+    moved_R = bias_R - step_R
+    return moved_R.clamp(centre_R - bound, centre_R + bound)
 
 
 def selection_values(router: Any, *args: Tensor) -> Tensor:
     """What the bias is added to (T, R), or (P, R), for what a router is called with."""
     score_TR: Tensor = router.scores(*args[:2])
-    return score_TR.softmax(-1) if router.ranks_by_probability else score_TR
+    if router.ranks_by_probability:
+        return score_TR.softmax(-1)
+    return score_TR
 
 
 def chosen(
     router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """How often each expert was chosen (G, R), by how many tokens of its group (G,)."""
+    """How often each expert was chosen (G, R), by how many tokens of its group (G,).
+
+    `args` is what the router was called with, `output` what it returned: experts and
+    gates, after their rows where thresholds choose.
+    """
     bias = router.selection_bias
-    pairs = len(output) == 3  # as thresholds choose: rows, experts and gates
-    row, expert = (output[0], output[1]) if pairs else (None, output[0])
-    if (
-        bias.ndim == 2
-    ):  # a group for each outer expert; the second argument says which
-        group_P = args[1]
-        expert = expert + len(bias[0]) * (
-            group_P[:, None] if row is None else group_P[row]
-        )
-        ones_P = torch.ones_like(group_P)
-        tokens_G = group_P.new_zeros(len(bias)).scatter_add_(0, group_P, ones_P)
+    expert = output[-2]
+    if bias.ndim == 1:
+        tokens = len(args[0])
+        tokens_G = expert.new_tensor([tokens])
     else:
-        tokens_G = expert.new_tensor([len(args[0])])
-    expert = expert.flatten()
-    count = expert.new_zeros(bias.numel()).scatter_add_(
-        0, expert, torch.ones_like(expert)
-    )
+        # A group for each outer expert; the second argument says which it is.
+        group_P = args[1]
+        groups, experts_of_group = bias.shape
+        tokens_G = _occurrences(group_P, groups)
+        by_threshold = len(output) == 3
+        group = group_P[output[0]] if by_threshold else group_P[:, None]
+        expert = expert + experts_of_group * group
+    count = _occurrences(expert.flatten(), bias.numel())
     return count.view(len(tokens_G), -1), tokens_G
 
 
+def _occurrences(index: Tensor, size: int) -> Tensor:
+    """How often each number below `size` occurs."""
+    ones = torch.ones_like(index)
+    count = index.new_zeros(size)
+    return count.scatter_add_(0, index, ones)
+
+
+def _grouped(bias: Tensor) -> Tensor:
+    """A selection bias as (G, R), also where there is only one group."""
+    return bias.view(-1, bias.shape[-1])
+
+
 class Balancer:
-    """Counts which experts run during training steps, and moves every layer's selection bias."""
+    """Counts which experts run in training, and moves every layer's selection bias."""
 
     def __init__(
         self, model: Any, rate: float, centre: list[Tensor], bound_L: Tensor
     ):
-        self.routers, self.rate = routers_of(model), rate
-        self.centre, self.bound_L = centre, bound_L
+        self.routers = routers_of(model)
+        self.rate = rate
+        self.centre = centre
+        self.bound_L = bound_L
         self.counting = False
         for layer, router in enumerate(self.routers):
             router.register_forward_hook(self._hook(layer))
         self.clear()
 
     def clear(self) -> None:
-        grouped = [
-            r.selection_bias.view(-1, r.selection_bias.shape[-1])
-            for r in self.routers
-        ]
-        self.count = [torch.zeros_like(bias_GR) for bias_GR in grouped]
-        self.tokens = [torch.zeros_like(bias_GR[:, 0]) for bias_GR in grouped]
+        """Sets all counts to zero."""
+        self.count = []
+        self.tokens = []
+        for router in self.routers:
+            bias_GR = _grouped(router.selection_bias)
+            self.count.append(torch.zeros_like(bias_GR))
+            self.tokens.append(torch.zeros_like(bias_GR[:, 0]))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward pass whose choices count; recomputed activations do not count again."""
+        """Around a forward pass whose choices count.
+
+        Activations that are computed again do not count again.
+        """
         self.counting = True
         try:
             yield
@@ -144,61 +174,73 @@ class Balancer:
 
     def _hook(self, layer: int) -> Any:
         def count(router: Any, args: Any, output: tuple[Tensor, ...]) -> None:
-            if self.counting:
-                count_GR, tokens_G = chosen(router, args, output)
-                self.count[layer] = (
-                    self.count[layer].to(count_GR.device) + count_GR
-                )
-                self.tokens[layer] = (
-                    self.tokens[layer].to(count_GR.device) + tokens_G
-                )
+            if not self.counting:
+                return
+            count_GR, tokens_G = chosen(router, args, output)
+            device = count_GR.device
+            self.count[layer] = self.count[layer].to(device) + count_GR
+            self.tokens[layer] = self.tokens[layer].to(device) + tokens_G
 
         return count
 
     @torch.no_grad()
     def step(self) -> list[Tensor]:
-        """Moves the biases by the loads since the last step, summed over all processes.
+        """Moves the biases by the loads since the last step, over all processes.
 
-        Returns every layer's loads (G, R), in pairs per token. A group without tokens stays.
+        Returns every layer's loads (G, R), in pairs per token. A group without tokens
+        stays.
         """
-        parts = [*self.count, *self.tokens]
-        sums = torch.cat([part.flatten().to(parts[0].device) for part in parts])
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(sums)
-        found = [
-            values.view(part.shape)
-            for values, part in zip(
-                sums.split([p.numel() for p in parts]), parts, strict=True
-            )
-        ]
-        loads, start = [], 0
+        counts, tokens = self._sums_of_processes()
+        loads = []
+        start = 0
         for layer, router in enumerate(self.routers):
-            count_GR, tokens_G = (
-                found[layer],
-                found[len(self.routers) + layer][:, None],
-            )
-            bias = router.selection_bias
-            bias_GR, centre_GR = (
-                b.view(count_GR.shape) for b in (bias, self.centre[layer])
-            )
+            count_GR = counts[layer]
+            tokens_G1 = tokens[layer][:, None]
             target = router.num_active / count_GR.shape[1]
-            load_GR = torch.where(
-                tokens_G > 0, count_GR / tokens_G.clamp(min=1), target
-            )
-            bound_G1 = self.bound_L[start : start + len(count_GR), None]
-            moved_GR = moved(
-                bias_GR,
-                load_GR.to(bias.device),
-                target,
-                self.rate,
-                centre_GR.to(bias.device),
-                bound_G1.to(bias),
-            )
-            bias.copy_(moved_GR.view_as(bias))
+            mean_GR = count_GR / tokens_G1.clamp(min=1)
+            load_GR = torch.where(tokens_G1 > 0, mean_GR, target)
+            end = start + len(count_GR)
+            bound_G1 = self.bound_L[start:end, None]
+            self._move(router, load_GR, target, self.centre[layer], bound_G1)
             loads.append(load_GR)
-            start += len(count_GR)
+            start = end
         self.clear()
         return loads
+
+    def _sums_of_processes(self) -> tuple[list[Tensor], list[Tensor]]:
+        """All layers' counts of experts and of tokens."""
+        parts = [*self.count, *self.tokens]
+        device = parts[0].device
+        flat = torch.cat([part.flatten().to(device) for part in parts])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(flat)
+        sizes = [part.numel() for part in parts]
+        sums = []
+        for values, part in zip(flat.split(sizes), parts, strict=True):
+            sums.append(values.view(part.shape))
+        layers = len(self.routers)
+        return sums[:layers], sums[layers:]
+
+    def _move(
+        self,
+        router: Any,
+        load_GR: Tensor,
+        target: float,
+        centre: Tensor,
+        bound_G1: Tensor,
+    ) -> None:
+        """Moves one router's bias, in place."""
+        bias = router.selection_bias
+        centre_GR = centre.view(load_GR.shape)
+        moved_GR = moved(
+            bias.view(load_GR.shape),
+            load_GR.to(bias.device),
+            target,
+            self.rate,
+            centre_GR.to(bias.device),
+            bound_G1.to(bias),
+        )
+        bias.copy_(moved_GR.view_as(bias))
 
 
 @contextmanager
@@ -212,12 +254,11 @@ def hooked(
         def call(module: Any, *seen: Any, layer: int = layer) -> None:
             hook(layer, module, *seen)
 
-        register = (
-            router.register_forward_pre_hook
-            if before
-            else router.register_forward_hook
-        )
-        handles.append(register(call))
+        if before:
+            handle = router.register_forward_pre_hook(call)
+        else:
+            handle = router.register_forward_hook(call)
+        handles.append(handle)
     try:
         yield
     finally:
@@ -226,107 +267,118 @@ def hooked(
 
 
 def run(model: Any, windows_NL: Tensor) -> None:
-    """One forward pass over all windows, in evaluation mode, whose outputs nobody reads."""
+    """One forward pass over all windows, in evaluation mode; its outputs go unread."""
     training = model.training
     model.eval()
     device = model.get_input_embeddings().weight.device
-    for ids_BL in windows_NL.split(max(1, BATCH_TOKENS // windows_NL.shape[1])):
+    length = windows_NL.shape[1]
+    batch_size = max(1, BATCH_TOKENS // length)
+    for ids_BL in windows_NL.split(batch_size):
         model(input_ids=ids_BL.to(device), use_cache=False)
     model.train(training)
 
 
 @torch.no_grad()
 def measure_loads(model: Any, windows_NL: Tensor) -> Loads | None:
-    """Loads of every layer over all windows; None for a model without routers. One forward pass."""
+    """Loads of every layer over all windows; None for a model without routers.
+
+    One forward pass.
+    """
     routers = routers_of(model)
     if not routers:
         return None
-    counts: list[Any] = [0] * len(routers)
-    tokens: list[Any] = [0] * len(routers)
-    squares: list[Any] = [0] * len(routers)
+    layers = len(routers)
+    counts: list[Any] = [0] * layers
+    tokens: list[Any] = [0] * layers
+    squares: list[Any] = [0] * layers
 
     def count(layer: int, router: Any, args: Any, output: Any) -> None:
         count_GR, tokens_G = chosen(router, args, output)
-        square_T = (
-            selection_values(router, *args).double().var(dim=1, unbiased=False)
-        )
-        group_T = (
-            args[1] if len(tokens_G) > 1 else torch.zeros_like(square_T).long()
-        )
-        square_G = torch.zeros_like(tokens_G, dtype=torch.double)
+        square_G = _summed_variance(router, args, len(tokens_G))
         counts[layer] = counts[layer] + count_GR.cpu()
         tokens[layer] = tokens[layer] + tokens_G.cpu()
-        squares[layer] = (
-            squares[layer] + square_G.index_add_(0, group_T, square_T).cpu()
-        )
+        squares[layer] = squares[layer] + square_G.cpu()
 
     with hooked(routers, count):
         run(model, windows_NL)
-    names = [
-        name if len(tokens_G) == 1 else f"{name}, expert {group}"
-        for name, tokens_G in zip(named_routers(model), tokens, strict=True)
-        for group in range(len(tokens_G))
-    ]
-    tokens_L, square_L = torch.cat(tokens), torch.cat(squares)
-    return Loads(
-        names,
-        torch.cat(counts),
-        tokens_L,
-        (square_L / tokens_L.clamp(min=1)).sqrt(),
-    )
+    names = []
+    for name, tokens_G in zip(named_routers(model), tokens, strict=True):
+        groups = len(tokens_G)
+        if groups == 1:
+            names.append(name)
+        else:
+            names += [f"{name}, expert {group}" for group in range(groups)]
+    tokens_L = torch.cat(tokens)
+    square_L = torch.cat(squares)
+    variance_L = square_L / tokens_L.clamp(min=1)
+    return Loads(names, torch.cat(counts), tokens_L, variance_L.sqrt())
+
+
+def _summed_variance(router: Any, args: Any, groups: int) -> Tensor:
+    """Over the experts of a token, of what they are chosen by; summed by groups (G,)."""
+    value_TR = selection_values(router, *args).double()
+    variance_T = value_TR.var(dim=1, unbiased=False)
+    group_T = args[1] if groups > 1 else torch.zeros_like(variance_T).long()
+    return variance_T.new_zeros(groups).index_add_(0, group_T, variance_T)
 
 
 @torch.no_grad()
 def refit_thresholds(model: Any, windows_NL: Tensor) -> None:
-    """Threshold gating: the mean budget again, whatever training moved, and equal loads of experts.
+    """Thresholds that give the mean budget and equal loads again, after training.
 
-    One forward pass over all windows at once, in which every layer's thresholds are set before its
-    experts run, so that later layers see them.
+    One forward pass over all windows at once, in which every layer's thresholds are set
+    before its experts run, so that later layers see them.
     """
     routers = [
         router for router in routers_of(model) if router.chooser == "threshold"
     ]
-
-    def refit(layer: int, router: Any, args: Any) -> None:
-        score_TR, bias = router.scores(*args[:2]), router.selection_bias
-        group_T = (
-            args[1]
-            if bias.ndim == 2
-            else torch.zeros_like(score_TR[:, 0]).long()
-        )
-        for group, bias_R in enumerate(bias.view(-1, bias.shape[-1])):
-            own_TR = score_TR[group_T == group]
-            if len(own_TR):
-                _refit(router, own_TR, bias_R)
-
-    def refit_neurons(layer: int, neurons: Any, args: Any) -> None:
-        router = active_copy(neurons.router)
-        x_TD = args[0].flatten(0, -2)
-        score_TF = router(x_TD, neurons.act_fn(neurons.gate_proj(x_TD)))
-        router.selection_bias -= single_threshold(score_TF, router.num_active)
-
-    alone = [
+    neuron_blocks = [
         module
         for module in model.modules()
         if isinstance(module, MoesaicNeurons)
     ]
-    if routers or alone:
-        model.eval()
-        device = model.get_input_embeddings().weight.device
-        with (
-            hooked(routers, refit, before=True),
-            hooked(alone, refit_neurons, before=True),
-        ):
-            model(input_ids=windows_NL.to(device), use_cache=False)
+    if not routers and not neuron_blocks:
+        return
+    model.eval()
+    device = model.get_input_embeddings().weight.device
+    with (
+        hooked(routers, _refit_router, before=True),
+        hooked(neuron_blocks, _refit_neurons, before=True),
+    ):
+        model(input_ids=windows_NL.to(device), use_cache=False)
 
 
-def _refit(router: Any, score_TR: Tensor, bias_R: Tensor) -> None:
+def _refit_router(layer: int, router: Any, args: Any) -> None:
+    """Sets the thresholds of all groups of a router, in place."""
+    score_TR = router.scores(*args[:2])
+    bias = router.selection_bias
+    if bias.ndim == 2:
+        group_T = args[1]
+    else:
+        group_T = torch.zeros_like(score_TR[:, 0]).long()
+    for group, bias_R in enumerate(_grouped(bias)):
+        group_score_TR = score_TR[group_T == group]
+        if len(group_score_TR):
+            _refit_group(router, group_score_TR, bias_R)
+
+
+def _refit_group(router: Any, score_TR: Tensor, bias_R: Tensor) -> None:
     """Sets one group's thresholds, in place."""
 
     def count(threshold_R: Tensor) -> int:
-        ran_TR = choose_experts(
-            score_TR - threshold_R, "threshold", 0, router.cap
-        )
-        return int(ran_TR.sum())
+        margin_TR = score_TR - threshold_R
+        runs_TR = choose_experts(margin_TR, "threshold", 0, router.cap)
+        return int(runs_TR.sum())
 
-    bias_R.copy_(-budget_thresholds(score_TR, router.num_active, count))
+    threshold_R = budget_thresholds(score_TR, router.num_active, count)
+    bias_R.copy_(-threshold_R)
+
+
+def _refit_neurons(layer: int, neurons: Any, args: Any) -> None:
+    """Sets the one threshold of a layer whose experts are neurons, in place."""
+    router = active_copy(neurons.router)
+    x_TD = args[0].flatten(0, -2)
+    gate_TF = neurons.act_fn(neurons.gate_proj(x_TD))
+    score_TF = router(x_TD, gate_TF)
+    threshold = single_threshold(score_TF, router.num_active)
+    router.selection_bias -= threshold

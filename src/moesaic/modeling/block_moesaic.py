@@ -20,7 +20,8 @@ from .moe_config_moesaic import BlockConfig, Sizes
 from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import new_router
 
-FEW = 0.25  # share of the experts up to which gathering tokens is faster than a mask
+# Share of the experts up to which gathering tokens is faster than a mask.
+GATHER_SHARE = 0.25
 
 
 class MoesaicSharedExpert(nn.Module):
@@ -29,19 +30,23 @@ class MoesaicSharedExpert(nn.Module):
     def __init__(self, block: BlockConfig, size: int):
         super().__init__()
         hidden = block.hidden_size
+        bias = block.bias
         self.gate_proj = None
         if block.gated:
-            self.gate_proj = nn.Linear(hidden, size, bias=block.bias)
-        self.up_proj = nn.Linear(hidden, size, bias=block.bias)
+            self.gate_proj = nn.Linear(hidden, size, bias=bias)
+        self.up_proj = nn.Linear(hidden, size, bias=bias)
         self.down_proj = nn.Linear(size, hidden, bias=False)
         self.act_fn = ACT2FN[block.activation]
 
     def forward(self, x_TD: Tensor) -> Tensor:
         up_TS = self.up_proj(x_TD)
         if self.gate_proj is None:
-            return self.down_proj(self.act_fn(up_TS))
-        gate_TS = self.act_fn(self.gate_proj(x_TD))
-        return self.down_proj(gate_TS * up_TS)
+            h_TS = self.act_fn(up_TS)
+            return self.down_proj(h_TS)
+        gate_TS = self.gate_proj(x_TD)
+        gate_TS = self.act_fn(gate_TS)
+        h_TS = gate_TS * up_TS
+        return self.down_proj(h_TS)
 
 
 class MoesaicBlock(MoesaicReplacement):
@@ -64,57 +69,76 @@ class MoesaicBlock(MoesaicReplacement):
         if sizes.shared:
             self.shared_expert = MoesaicSharedExpert(block, sizes.shared)
         if sizes.num_routed:
-            self.router = new_router(block, sizes) if router is None else router
+            if router is None:
+                router = new_router(block, sizes)
+            self.router = router
             self.experts = MoesaicExperts(block, sizes.num_routed, sizes.expert)
         if block.output_bias:
-            self.output_bias = nn.Parameter(torch.zeros(block.hidden_size))
+            zeros_D = torch.zeros(block.hidden_size)
+            self.output_bias = nn.Parameter(zeros_D)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        hidden = hidden_states.shape[-1]
+        x_TD = hidden_states.reshape(-1, hidden)
         y_TD = None
         if self.shared_expert is not None:
             y_TD = self.shared_expert(x_TD)
         if self.experts is not None:
             routed_TD = self._routed(x_TD)
-            y_TD = routed_TD if y_TD is None else y_TD + routed_TD
+            if y_TD is None:
+                y_TD = routed_TD
+            else:
+                y_TD = y_TD + routed_TD
         if self.output_bias is not None:
             y_TD = y_TD + self.output_bias
         return y_TD.view_as(hidden_states)
 
     def _routed(self, x_TD: Tensor) -> Tensor:
         if self.view is not None:
-            return self.experts(x_TD, None, self._viewed_gates(x_TD))
+            gate_TR = self._viewed_gates(x_TD)
+            return self.experts(x_TD, None, gate_TR)
         if self.router.chooser == "topk":
             index_TK, gate_TK = self.router(x_TD)
             return self.experts(x_TD, index_TK, gate_TK)
         # Every pair as a token of its own with one expert: as much work as pairs.
         token_P, expert_P, gate_P = self.router(x_TD)
-        y_PD = self.experts(x_TD[token_P], expert_P[:, None], gate_P[:, None])
-        return torch.zeros_like(x_TD).index_add_(0, token_P, y_PD)
+        x_PD = x_TD[token_P]
+        expert_P1 = expert_P[:, None]
+        gate_P1 = gate_P[:, None]
+        y_PD = self.experts(x_PD, expert_P1, gate_P1)
+        y_TD = torch.zeros_like(x_TD)
+        return y_TD.index_add_(0, token_P, y_PD)
 
     def _viewed_gates(self, x_TD: Tensor) -> Tensor:
         router = self.router
 
         def values() -> Tensor:
-            return router.biased(router.scores(x_TD.detach()))
+            scores_TR = router.scores(x_TD.detach())
+            return router.biased(scores_TR)
 
-        return self.view(router, values, router.gates_of_all(x_TD))
+        gate_TR = router.gates_of_all(x_TD)
+        return self.view(router, values, gate_TR)
 
     def chosen(self, x_TD: Tensor) -> Tensor:
         """Which routed experts run (T, R)."""
-        return self.router.choose(self.router.scores(x_TD))
+        scores_TR = self.router.scores(x_TD)
+        return self.router.choose(scores_TR)
 
     def active_weights(self) -> float:
-        neuron = self.block.matrices * self.block.hidden_size
-        return float(neuron * self.sizes.active)
+        neuron_weights = self.block.matrices * self.block.hidden_size
+        return float(neuron_weights * self.sizes.active)
 
     def router_weights(self) -> float:
-        return (
-            0.0 if self.router is None else float(self.router.active_weights())
-        )
+        if self.router is None:
+            return 0.0
+        weights = self.router.active_weights()
+        return float(weights)
 
     def router_modules(self) -> dict[str, nn.Module]:
-        return {} if self.router is None else {"router": self.router}
+        if self.router is None:
+            return {}
+        return {"router": self.router}
 
     def mask_pays(self) -> bool:
-        return self.sizes.num_active > FEW * self.sizes.num_routed
+        gathered_at_most = GATHER_SHARE * self.sizes.num_routed
+        return self.sizes.num_active > gathered_at_most

@@ -34,7 +34,8 @@ class MoesaicConfig(PreTrainedConfig):
         moe = config_dict["moesaic"]
         if not isinstance(moe, MoEConfig):
             moe = MoEConfig.from_dict(moe)
-        return super().from_dict(config_dict | {"moesaic": moe}, **kwargs)
+        values = config_dict | {"moesaic": moe}
+        return super().from_dict(values, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
@@ -62,12 +63,12 @@ def config_class_for(base_model_type: str) -> type[MoesaicConfig]:
         pass
 
     # The family's plans name the dense projections or experts, which are gone.
-    gone = (".mlp.", "experts", "_moe.")
-    _Config.base_model_tp_plan = {
-        key: how
-        for key, how in plan.items()
-        if not any(part in key for part in gone)
-    }
+    replaced = (".mlp.", "experts", "_moe.")
+    remaining_plan = {}
+    for path, partition in plan.items():
+        if not any(name in path for name in replaced):
+            remaining_plan[path] = partition
+    _Config.base_model_tp_plan = remaining_plan
     _Config.base_model_ep_plan = None
     _Config.model_type = "moesaic"
     _Config.base_model_type = base_model_type

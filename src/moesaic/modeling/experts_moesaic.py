@@ -31,23 +31,27 @@ class _SeamExperts(nn.Module):
     ):
         super().__init__()
         size = padded(neurons)
-        rows = 2 * size if block.gated else size
-        name = "gate_up_proj" if block.gated else "up_proj"
+        rows = size
+        name = "up_proj"
+        if block.gated:
+            rows = 2 * size
+            name = "gate_up_proj"
         hidden = block.hidden_size
         self.neurons = neurons
         self.num_experts = count  # the name that transformers' kernels read
         self.act_fn = ACT2FN[block.activation]
-        self.register_parameter(name, random_parameter(count, rows, hidden))
+        first_matrix = random_parameter(count, rows, hidden)
+        self.register_parameter(name, first_matrix)
         self.down_proj = random_parameter(count, hidden, size)
         if block.bias:
-            self.register_parameter(
-                f"{name}_bias", random_parameter(count, rows)
-            )
+            first_bias = random_parameter(count, rows)
+            self.register_parameter(f"{name}_bias", first_bias)
 
     @property
     def down_proj_bias(self) -> Tensor:
         """Zeros, which the kernels ask for: the block adds the output bias once."""
-        return self.down_proj.new_zeros(self.down_proj.shape[:2])
+        shape_RD = self.down_proj.shape[:2]
+        return self.down_proj.new_zeros(shape_RD)
 
     @property
     def first_name(self) -> str:
@@ -62,7 +66,8 @@ class _SeamExperts(nn.Module):
 
     @property
     def first_bias(self) -> Tensor | None:
-        return getattr(self, f"{self.first_name}_bias", None)
+        name = f"{self.first_name}_bias"
+        return getattr(self, name, None)
 
     def forward(
         self,
@@ -76,12 +81,20 @@ class _SeamExperts(nn.Module):
         for expert in range(self.num_experts):
             token, slot = torch.where(top_k_index == expert)
             expert_bias = None if bias is None else bias[expert]
-            h = linear(hidden_states[token], weight[expert], expert_bias)
-            h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+            x = hidden_states[token]
+            h = linear(x, weight[expert], expert_bias)
+            h = self._activate(h)
             y = linear(h, self.down_proj[expert])
-            y = y * top_k_weights[token, slot, None]
-            output_TD.index_add_(0, token, y.to(output_TD.dtype))
+            gate = top_k_weights[token, slot, None]
+            y = y * gate
+            y = y.to(output_TD.dtype)
+            output_TD.index_add_(0, token, y)
         return output_TD
+
+    def _activate(self, h: Tensor) -> Tensor:
+        if self.has_gate:
+            return self._apply_gate(h)
+        return self.act_fn(h)
 
 
 class MoesaicExperts(_SeamExperts):
@@ -115,16 +128,22 @@ class MoesaicExperts(_SeamExperts):
         for the router's, which also learns from experts that did not run. Where a
         large part of the experts run anyway this is faster than gathering tokens.
         """
-        bias_RN = self.first_bias
-        bias = None if bias_RN is None else self._rows(bias_RN)
-        h = linear(x_TD, self._rows(self.first_matrix), bias)
+        bias = self.first_bias
+        if bias is not None:
+            bias = self._rows(bias)
+        matrix = self._rows(self.first_matrix)
+        h = linear(x_TD, matrix, bias)
         h_TRN = h.unflatten(1, (self.num_experts, -1))
-        h_TRM = self._apply_gate(h_TRN) if self.has_gate else self.act_fn(h_TRN)
-        h_TRM = h_TRM * gate_TR[:, :, None].to(h_TRM.dtype)
+        h_TRM = self._activate(h_TRN)
+        gate_TR1 = gate_TR[:, :, None].to(h_TRM.dtype)
+        h_TRM = h_TRM * gate_TR1
         down_RDM = self.down_proj[:, :, : self.neurons]
-        return linear(h_TRM.flatten(1), down_RDM.transpose(0, 1).flatten(1))
+        down_DRM = down_RDM.transpose(0, 1)
+        return linear(h_TRM.flatten(1), down_DRM.flatten(1))
 
     def _rows(self, stacked: Tensor) -> Tensor:
         """The rows of all experts one after the other, without those that fill up."""
-        parts = stacked.unflatten(1, (2 if self.has_gate else 1, -1))
-        return parts[:, :, : self.neurons].flatten(0, 2)
+        num_matrices = 2 if self.has_gate else 1
+        parts = stacked.unflatten(1, (num_matrices, -1))
+        used = parts[:, :, : self.neurons]
+        return used.flatten(0, 2)

@@ -73,16 +73,17 @@ class MoesaicHierarchy(MoesaicReplacement):
                 hidden_states, top_k_index, top_k_weights
             )
         if self.experts is not None:
-            y_TD = y_TD + self._routed(
-                hidden_states, top_k_index, top_k_weights
-            )
+            routed_TD = self._routed(hidden_states, top_k_index, top_k_weights)
+            y_TD = y_TD + routed_TD
         if self.output_bias is not None:
-            y_TD = y_TD + nn.functional.embedding_bag(
+            weight_TO = top_k_weights.to(self.output_bias.dtype)
+            bias_TD = nn.functional.embedding_bag(
                 top_k_index,
                 self.output_bias,
                 mode="sum",
-                per_sample_weights=top_k_weights.to(self.output_bias.dtype),
+                per_sample_weights=weight_TO,
             )
+            y_TD = y_TD + bias_TD
         return y_TD
 
     def _routed(
@@ -94,18 +95,26 @@ class MoesaicHierarchy(MoesaicReplacement):
         weight_P = weight_TO.reshape(-1)
         if self.router.chooser == "topk" and not self.whole:
             sub_PK, gate_PK = self.router(x_PD, expert_P)
-            triple_PK = expert_P[:, None] * self.num_routed + sub_PK
+            # Experts lie one outer expert after the other.
+            first_P = expert_P * self.num_routed
+            index_PK = first_P[:, None] + sub_PK
             gate_PK = gate_PK * weight_P[:, None]
-            return self.experts(
-                x_TD, triple_PK.view(tokens, -1), gate_PK.view(tokens, -1)
-            )
+            index_TOK = index_PK.view(tokens, -1)
+            gate_TOK = gate_PK.view(tokens, -1)
+            return self.experts(x_TD, index_TOK, gate_TOK)
         # Every triple as a token of its own with one expert: as much work as triples.
         whole_E = self._whole_marks(x_TD.device)
         pair_Q, sub_Q, gate_Q = self.router(x_PD, expert_P, whole_E)
-        triple_Q = expert_P[pair_Q] * self.num_routed + sub_Q
+        first_Q = expert_P[pair_Q] * self.num_routed
+        index_Q = first_Q + sub_Q
         gate_Q = gate_Q * weight_P[pair_Q]
-        y_QD = self.experts(x_PD[pair_Q], triple_Q[:, None], gate_Q[:, None])
-        return torch.zeros_like(x_TD).index_add_(0, pair_Q // outer, y_QD)
+        x_QD = x_PD[pair_Q]
+        index_Q1 = index_Q[:, None]
+        gate_Q1 = gate_Q[:, None]
+        y_QD = self.experts(x_QD, index_Q1, gate_Q1)
+        token_Q = pair_Q // outer
+        y_TD = torch.zeros_like(x_TD)
+        return y_TD.index_add_(0, token_Q, y_QD)
 
     def _whole_marks(self, device: torch.device) -> Tensor | None:
         """Which outer experts stay as they were (E,); None where none does."""
@@ -117,15 +126,21 @@ class MoesaicHierarchy(MoesaicReplacement):
 
     def active_weights(self) -> float:
         """An expert that stays whole is taken to be chosen as often as any other."""
-        neuron = self.block.matrices * self.block.hidden_size
-        share = len(self.whole) / self.num_outer
-        neurons = share * self.sizes.total + (1 - share) * self.sizes.active
-        return float(self.outer_active * neuron * neurons)
+        neuron_weights = self.block.matrices * self.block.hidden_size
+        whole_share = len(self.whole) / self.num_outer
+        split_share = 1 - whole_share
+        whole_neurons = whole_share * self.sizes.total
+        split_neurons = split_share * self.sizes.active
+        neurons = whole_neurons + split_neurons
+        return float(self.outer_active * neuron_weights * neurons)
 
     def router_weights(self) -> float:
         if self.router is None:
             return 0.0
-        return float(self.outer_active * self.router.active_weights())
+        weights = self.router.active_weights()
+        return float(self.outer_active * weights)
 
     def router_modules(self) -> dict[str, nn.Module]:
-        return {} if self.router is None else {"router": self.router}
+        if self.router is None:
+            return {}
+        return {"router": self.router}

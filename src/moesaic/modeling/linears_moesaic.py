@@ -34,7 +34,9 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
         self.out_features = outputs
         self.share = share
         self.weight = random_parameter(outputs, inputs)
-        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(outputs))
         below_all = torch.tensor(-1.0, dtype=torch.float32)
         self.register_buffer("threshold", below_all)
         ones_I = torch.ones(inputs, dtype=torch.float32)
@@ -49,8 +51,9 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.abs().float() * self.input_scale
-        counting = torch.where(size > self.threshold, x, 0)
-        return linear(counting, self.weight, self.bias)
+        counts = size > self.threshold
+        x = torch.where(counts, x, 0)
+        return linear(x, self.weight, self.bias)
 
     def active_weights(self) -> float:
         return self.share * self.weight.numel()

@@ -2,7 +2,8 @@
 
 Leaf: this file is copied beside the weights, so it imports torch and transformers only.
 
-Shape suffixes: P pairs of a token and an outer expert, E outer experts, I inputs.
+Shape suffixes: P pairs of a token and an outer expert, E outer experts, I inputs,
+R outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def random_parameter(*shape: int) -> nn.Parameter:
     # Self-made start values: transformers initialises by the class of the enclosing
     # family model, which does not know these modules. Costs nothing when weights are
     # loaded (meta device).
-    return nn.Parameter(torch.empty(*shape).normal_(std=0.02))
+    values = torch.empty(*shape)
+    values.normal_(std=0.02)
+    return nn.Parameter(values)
 
 
 class MoesaicProjection(nn.Module):
@@ -38,12 +41,17 @@ class MoesaicProjection(nn.Module):
         super().__init__()
         self.out_features = out_features
         self.weight = random_parameter(out_features, in_features)
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
+        bias = self.bias
+        if bias is not None:
+            bias = bias.float()
+        weight = self.weight.float()
         with maybe_autocast(x.device.type, enabled=False):
-            return nn.functional.linear(x.float(), self.weight.float(), bias)
+            return nn.functional.linear(x.float(), weight, bias)
 
 
 def can_group(rows: Tensor) -> bool:
@@ -53,11 +61,13 @@ def can_group(rows: Tensor) -> bool:
     """
     if not hasattr(nn.functional, "grouped_mm"):
         return False
-    if rows.shape[1] * rows.element_size() % 16:
+    row_bytes = rows.shape[1] * rows.element_size()
+    if row_bytes % 16:
         return False
     if not rows.is_cuda:
         return True
-    return torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    capability = torch.cuda.get_device_capability(rows.device)
+    return capability >= (8, 0)
 
 
 class MoesaicPairProjection(nn.Module):
@@ -76,42 +86,56 @@ class MoesaicPairProjection(nn.Module):
         self.inputs = inputs
         self.outputs = outputs
         self.exact = exact
-        self.weight = random_parameter(experts, padded(outputs), padded(inputs))
+        rows = padded(outputs)
+        columns = padded(inputs)
+        self.weight = random_parameter(experts, rows, columns)
         self.bias = None
         if bias:
-            self.bias = nn.Parameter(torch.zeros(experts, padded(outputs)))
+            zeros_ER = torch.zeros(experts, rows)
+            self.bias = nn.Parameter(zeros_ER)
 
     def forward(self, x_PI: Tensor, expert_P: Tensor) -> Tensor:
         """(P, outputs), in float32 where exact."""
-        weight = self.weight.float() if self.exact else self.weight
+        weight_ERI = self.weight.float() if self.exact else self.weight
         filling = padded(self.inputs) - self.inputs
-        x_PI = nn.functional.pad(x_PI.to(weight.dtype), (0, filling))
+        x_PI = x_PI.to(weight_ERI.dtype)
+        x_PI = nn.functional.pad(x_PI, (0, filling))
         kind = self.config._experts_implementation
         if kind == "batched_mm" or torch.compiler.is_compiling():
-            y_PR = torch.bmm(weight[expert_P], x_PI[:, :, None])[:, :, 0]
+            y_PR1 = torch.bmm(weight_ERI[expert_P], x_PI[:, :, None])
+            y_PR = y_PR1[:, :, 0]
         else:
-            y_PR = self._by_expert(x_PI, weight, expert_P, kind == "grouped_mm")
+            grouped = kind == "grouped_mm"
+            y_PR = self._by_expert(x_PI, weight_ERI, expert_P, grouped)
         if self.bias is not None:
-            y_PR = y_PR + self.bias.to(y_PR.dtype)[expert_P]
+            bias_ER = self.bias.to(y_PR.dtype)
+            y_PR = y_PR + bias_ER[expert_P]
         return y_PR[:, : self.outputs]
 
     def _by_expert(
         self,
         x_PI: Tensor,
-        weight: Tensor,
+        weight_ERI: Tensor,
         expert_P: Tensor,
         grouped: bool,
     ) -> Tensor:
         """Pairs sorted by expert, one product for each, and back in their order."""
         order_P = expert_P.argsort(stable=True)
         # A bincount would make a GPU wait for the size of its result.
-        count_E = expert_P.new_zeros(len(weight))
-        count_E = count_E.scatter_add(0, expert_P, torch.ones_like(expert_P))
+        ones_P = torch.ones_like(expert_P)
+        count_E = expert_P.new_zeros(len(weight_ERI))
+        count_E = count_E.scatter_add(0, expert_P, ones_P)
         sorted_PI = x_PI[order_P]
         if grouped and can_group(sorted_PI):
             ends_E = count_E.cumsum(0, dtype=torch.int32)
-            y_PR = nn.functional.grouped_mm(sorted_PI, weight.mT, offs=ends_E)
+            weight_EIR = weight_ERI.mT
+            y_PR = nn.functional.grouped_mm(sorted_PI, weight_EIR, offs=ends_E)
         else:
-            parts = zip(sorted_PI.split(count_E.tolist()), weight, strict=True)
-            y_PR = torch.cat([nn.functional.linear(x, w) for x, w in parts])
-        return y_PR[order_P.argsort()]
+            inputs = sorted_PI.split(count_E.tolist())
+            outputs = [
+                nn.functional.linear(x, weight_RI)
+                for x, weight_RI in zip(inputs, weight_ERI, strict=True)
+            ]
+            y_PR = torch.cat(outputs)
+        inverse_P = order_P.argsort()
+        return y_PR[inverse_P]

@@ -1,11 +1,12 @@
 """Grouping of neurons into routed experts of equal size.
 
-Shape suffixes: T tokens, S tokens of the sample, N neurons to group, R routed experts,
-M = N / R neurons of one.
+Shape suffixes: T tokens, S tokens of the sample, F neurons, N those to group,
+R routed experts, M = N / R neurons of one, K experts that a token runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +17,11 @@ from torch import Tensor
 from moesaic.calibration.statistics import Statistics
 from moesaic.families import DenseFFN
 from moesaic.parts.assignment import balanced_assignment
-from moesaic.parts.importance import contribution
+from moesaic.parts.importance import (
+    activation_rate,
+    by_importance,
+    contribution,
+)
 
 PATIENCE = 3  # rounds of re-assignment without gain after which it stops
 
@@ -41,17 +46,21 @@ def balanced_kmeans(
     problem.
     """
     assert statistics.active is not None
-    columns = statistics.active.astype(np.int64)[:, candidates_N].tocsr()
-    rows = columns.T.tocsr()
-    by_rate_N = np.argsort(-statistics.count_F[candidates_N], kind="stable")
-    sums_TR = columns[:, by_rate_N[:num_routed]].toarray()
+    active_TF = statistics.active.astype(np.int64)
+    columns_TN = active_TF[:, candidates_N].tocsr()
+    rows_NT = columns_TN.T.tocsr()
+    rate_N = activation_rate(statistics)[candidates_N]
+    seeds_R = by_importance(rate_N)[:num_routed]
+    sums_TR = columns_TN[:, seeds_R].toarray()
+    one_hot_RR = np.eye(num_routed, dtype=np.int64)
     expert_N = np.full(len(candidates_N), -1)
     for _ in range(rounds):
         previous_N = expert_N
-        expert_N = balanced_assignment(-(rows @ sums_TR).astype(np.float64))
+        similarity_NR = (rows_NT @ sums_TR).astype(np.float64)
+        expert_N = balanced_assignment(-similarity_NR)
         if np.array_equal(expert_N, previous_N):
             break
-        sums_TR = columns @ np.eye(num_routed, dtype=np.int64)[expert_N]
+        sums_TR = columns_TN @ one_hot_RR[expert_N]
     return members(candidates_N, expert_N, num_routed)
 
 
@@ -77,14 +86,17 @@ def contribution_kmeans(
     device = statistics.sample_h_SF.device
     candidates = torch.from_numpy(candidates_N).to(device)
     columns_SN = statistics.sample_h_SF[:, candidates].abs()
-    columns_SN /= torch.linalg.vector_norm(columns_SN, dim=0).clamp(min=1e-20)
+    length_N = torch.linalg.vector_norm(columns_SN, dim=0)
+    columns_SN /= length_N.clamp(min=1e-20)
     energy_N = contribution(statistics, ffn)[candidates_N]
-    seeds_R = np.argsort(-energy_N, kind="stable")[:num_routed]
-    sums_SR = columns_SN[:, torch.from_numpy(seeds_R).to(device)]
+    seeds_R = by_importance(energy_N)[:num_routed]
+    seed_index_R = torch.from_numpy(seeds_R).to(device)
+    sums_SR = columns_SN[:, seed_index_R]
     expert_N = np.full(len(candidates_N), -1)
     for _ in range(rounds):
         previous_N = expert_N
-        similarity_NR = (columns_SN.T @ sums_SR).cpu().double().numpy()
+        product_NR = columns_SN.T @ sums_SR
+        similarity_NR = product_NR.cpu().double().numpy()
         expert_N = balanced_assignment(-similarity_NR)
         if np.array_equal(expert_N, previous_N):
             break
@@ -121,30 +133,39 @@ def reassign(
     index_N = torch.from_numpy(neurons_N).to(device)
     norm2_N = ffn.down_DF.float().square().sum(0)[index_N]
     energy_SN = statistics.sample_h_SF[:, index_N].square_() * norm2_N
-    total = max(float(energy_SN.sum(1).double().sum()), 1e-30)
+    energy_S = energy_SN.sum(1).double()
+    total_energy = max(float(energy_S.sum()), 1e-30)
+
+    place_RM = np.searchsorted(neurons_N, experts_RM)
+    label_R = np.arange(num_routed)
     expert_N = np.empty(len(neurons_N), dtype=np.int64)
-    expert_N[np.searchsorted(neurons_N, experts_RM)] = np.arange(num_routed)[
-        :, None
-    ]
+    expert_N[place_RM] = label_R[:, None]
 
     kept_shares: list[float] = []
+    best_share = -math.inf
     best_RM = experts_RM
-    since_best = 0
+    rounds_without_gain = 0
     for remaining in range(rounds, -1, -1):
         energy_SR = energy_SN @ one_hot(expert_N, num_routed, device)
-        chosen_SK = fit(energy_SR).topk(num_active, dim=1, sorted=False).indices
+        score_SR = fit(energy_SR)
+        chosen_SK = score_SR.topk(num_active, dim=1, sorted=False).indices
         chosen_SR = torch.zeros_like(energy_SR).scatter_(1, chosen_SK, 1.0)
-        kept = float((chosen_SR * energy_SR).sum(dtype=torch.float64)) / total
-        if not kept_shares or kept > kept_shares[-1]:
+        chosen_energy_SR = chosen_SR * energy_SR
+        kept_energy = float(chosen_energy_SR.sum(dtype=torch.float64))
+        kept_share = kept_energy / total_energy
+        if kept_share > best_share:
+            best_share = kept_share
             best_RM = members(neurons_N, expert_N, num_routed)
-            since_best = 0
+            rounds_without_gain = 0
         else:
-            since_best += 1
-        kept_shares.append(max([kept, *kept_shares[-1:]]))
-        if not remaining or since_best == PATIENCE:
+            rounds_without_gain += 1
+        kept_shares.append(best_share)
+        if remaining == 0 or rounds_without_gain == PATIENCE:
             break
+
         gain_NR = (energy_SN.T @ chosen_SR).cpu().double().numpy()
-        assigned_N = balanced_assignment(-gain_NR / max(gain_NR.max(), 1e-30))
+        largest_gain = max(gain_NR.max(), 1e-30)
+        assigned_N = balanced_assignment(-gain_NR / largest_gain)
         if np.array_equal(assigned_N, expert_N):
             break
         expert_N = assigned_N
@@ -156,13 +177,19 @@ def random_groups(
     num_routed: int,
     generator: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Neurons of each expert (R, M), drawn at random: what any clustering has to beat."""
+    """Neurons of each expert (R, M), drawn at random.
+
+    What any clustering has to beat.
+    """
     shuffled_N = generator.permutation(candidates_N)
-    return np.sort(shuffled_N.reshape(num_routed, -1), axis=1)
+    experts_RM = shuffled_N.reshape(num_routed, -1)
+    return np.sort(experts_RM, axis=1)
 
 
 def one_hot(
-    expert_N: NDArray[np.int64], num_routed: int, device: torch.device
+    expert_N: NDArray[np.int64],
+    num_routed: int,
+    device: torch.device,
 ) -> Tensor:
     """1.0 where a neuron belongs to an expert (N, R).
 
@@ -179,4 +206,5 @@ def members(
 ) -> NDArray[np.int64]:
     """The neurons of each expert (R, M), ascending, from the expert of each one."""
     order_N = np.argsort(expert_N, kind="stable")
-    return candidates_N[order_N].reshape(num_routed, -1)
+    by_expert_N = candidates_N[order_N]
+    return by_expert_N.reshape(num_routed, -1)

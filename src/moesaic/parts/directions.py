@@ -13,27 +13,40 @@ from moesaic.parts.ridge_router import Blocks, mean_of
 
 @torch.no_grad()
 def directions(blocks: Blocks, count: int) -> tuple[Tensor, Tensor]:
-    """Weight (C, D) and bias (C,) of z = (x - mean) . v / std, v the first principal axes of x.
+    """Weight (C, D) and bias (C,) of z = (x - mean) . v / std.
 
-    An expert's energy is even in the pre-activations it multiplies, which no linear score can
-    follow; products of pairs can. Costs 2 T D^2 FLOPs and an eigendecomposition in float64.
-    Fewer than `count` axes where x has no more variance.
+    v are the first principal axes of x. An expert's energy is even in the
+    pre-activations it multiplies, which no linear score can follow; products of
+    pairs can. Costs 2 T D^2 FLOPs and an eigendecomposition in float64. Fewer than
+    `count` axes where x has no more variance.
     """
     mean_D = mean_of(blocks)
     gram_DD: Tensor | float = 0.0
     tokens = 0
     for x_TD in blocks():
-        gram_DD = gram_DD + (x_TD - mean_D).T @ (x_TD - mean_D)
+        centred_TD = x_TD - mean_D
+        gram_DD = gram_DD + centred_TD.T @ centred_TD
         tokens += len(x_TD)
     assert isinstance(gram_DD, Tensor)
-    mean_D = mean_D.double()
-    variance_D, axes_DD = torch.linalg.eigh(gram_DD.double() / tokens)
-    variance_C, axes_DC = (
-        variance_D[-count:].flip(0),
-        axes_DD[:, -count:].flip(1),
-    )
-    # Each axis' sign is the eigensolver's choice; take the one with a positive largest entry.
-    peak_C = axes_DC.gather(0, axes_DC.abs().argmax(0, keepdim=True))[0]
-    weight_CD = (axes_DC * peak_C.sign() / variance_C.clamp(min=1e-12).sqrt()).T
-    weight_CD = weight_CD * (variance_C > 1e-10 * variance_C[0])[:, None]
-    return weight_CD.float(), -(weight_CD @ mean_D).float()
+
+    covariance_DD = gram_DD.double() / tokens
+    variance_C, axes_DC = largest_axes(covariance_DD, count)
+    std_C = variance_C.clamp(min=1e-12).sqrt()
+    varies_C = variance_C > 1e-10 * variance_C[0]
+    weight_CD = (axes_DC / std_C).T
+    weight_CD = weight_CD * varies_C[:, None]
+    bias_C = -(weight_CD @ mean_D.double())
+    return weight_CD.float(), bias_C.float()
+
+
+def largest_axes(symmetric_DD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues (C,), falling, and their eigenvectors (D, C).
+
+    An eigenvector's sign is the solver's choice: here its largest entry is positive.
+    """
+    values_D, axes_DD = torch.linalg.eigh(symmetric_DD)
+    values_C = values_D[-count:].flip(0)
+    axes_DC = axes_DD[:, -count:].flip(1)
+    largest_1C = axes_DC.abs().argmax(0, keepdim=True)
+    peak_C = axes_DC.gather(0, largest_1C)[0]
+    return values_C, axes_DC * peak_C.sign()

@@ -1,6 +1,7 @@
 """Energies of experts: how much each adds to the output of a token.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, M neurons of one.
+Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts,
+M neurons of one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,15 @@ def expert_grams(ffn: DenseFFN, experts_RM: Tensor) -> Tensor:
 
 
 def expert_energies(
-    h_TF: Tensor, experts_RM: Tensor, gram_RMM: Tensor
+    h_TF: Tensor,
+    experts_RM: Tensor,
+    gram_RMM: Tensor,
 ) -> Tensor:
-    """e_tj = ||sum over expert j's neurons of h_ti w_i||^2 (T, R); 2 T F M FLOPs, not 2 T F D."""
+    """e_tj = ||sum over expert j's neurons of h_ti w_i||^2 (T, R).
+
+    2 T F M FLOPs, not 2 T F D.
+    """
     h_RTM = h_TF.float().T[experts_RM].mT
-    return (h_RTM @ gram_RMM).mul_(h_RTM).sum(-1).T.clamp(min=0)
+    terms_RTM = (h_RTM @ gram_RMM).mul_(h_RTM)
+    energy_TR = terms_RTM.sum(-1).T
+    return energy_TR.clamp(min=0)

@@ -29,10 +29,8 @@ def contribution(statistics: Statistics, ffn: DenseFFN) -> NDArray[np.float64]:
 
     w_i is the neuron's column of the down projection. O(D F).
     """
-    norm2_F = output_norms(ffn)
-    energy_F: NDArray[np.float64] = (
-        statistics.energy_F / statistics.tokens * norm2_F
-    )
+    square_F = statistics.energy_F / statistics.tokens
+    energy_F: NDArray[np.float64] = square_F * output_norms(ffn)
     return energy_F
 
 
@@ -58,20 +56,21 @@ def observability(statistics: Statistics, ffn: DenseFFN) -> NDArray[np.float64]:
     """
     assert statistics.gram_FF is not None
     gram_FF = statistics.gram_FF.double() / statistics.tokens
-    ridge = max(float(gram_FF.diagonal().mean()) * RIDGE, 1e-30)
+    mean_diagonal = float(gram_FF.diagonal().mean())
+    ridge = max(mean_diagonal * RIDGE, 1e-30)
     gram_FF.diagonal().add_(ridge)
     factor_FF = torch.linalg.cholesky(gram_FF)
-    inverse_F = torch.cholesky_inverse(factor_FF).diagonal()
+    inverse_FF = torch.cholesky_inverse(factor_FF)
     norm2_F = ffn.down_DF.double().square().sum(0)
-    scores_F: NDArray[np.float64] = (norm2_F / inverse_F).cpu().numpy()
+    saliency_F = norm2_F / inverse_FF.diagonal()
+    scores_F: NDArray[np.float64] = saliency_F.cpu().numpy()
     return scores_F
 
 
 def output_norms(ffn: DenseFFN) -> NDArray[np.float64]:
     """||w_i||^2 of every neuron's output vector (F,)."""
-    norm2_F: NDArray[np.float64] = (
-        ffn.down_DF.float().square().sum(0).cpu().double().numpy()
-    )
+    sum_F = ffn.down_DF.float().square().sum(0)
+    norm2_F: NDArray[np.float64] = sum_F.cpu().double().numpy()
     return norm2_F
 
 

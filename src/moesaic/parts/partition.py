@@ -32,14 +32,14 @@ class Partition:
     @property
     def neurons_N(self) -> NDArray[np.int64]:
         """All neurons that are held: the shared ones, then expert by expert."""
-        return np.concatenate([self.shared_S, self.experts_RM.reshape(-1)])
+        routed = self.experts_RM.reshape(-1)
+        return np.concatenate([self.shared_S, routed])
 
     def mask(self, chosen_TR: Tensor) -> Tensor:
         """1.0 for each of `neurons_N` that runs for a token, else 0.0 (T, N)."""
         tokens = len(chosen_TR)
-        shared_TS = chosen_TR.new_ones(
-            tokens, len(self.shared_S), dtype=torch.float32
-        )
+        shared = len(self.shared_S)
         size = self.experts_RM.shape[1]
+        shared_TS = chosen_TR.new_ones(tokens, shared, dtype=torch.float32)
         routed_TN = chosen_TR.float().repeat_interleave(size, dim=1)
         return torch.cat([shared_TS, routed_TN], dim=1)

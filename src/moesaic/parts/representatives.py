@@ -1,6 +1,6 @@
 """The neuron that speaks for each expert (paper, Section 4.2, eq. 7).
 
-Shape suffixes: T tokens, R routed experts, M neurons of an expert.
+Shape suffixes: T tokens, F neurons, R routed experts, M neurons of an expert.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ def representative(
     whole numbers, ties to the lowest index. O(q K) for all experts together.
     """
     assert statistics.active is not None
-    active = statistics.active.astype(np.int64)
+    active_TF = statistics.active.astype(np.int64)
     count_F = statistics.count_F
     size = experts_RM.shape[1]
-    nearest = []
+    representatives = []
     for members_M in experts_RM:
-        columns_TM = active[:, members_M].tocsr()
+        columns_TM = active_TF[:, members_M].tocsr()
         sum_T = columns_TM.sum(axis=1)
-        own_M = size * count_F[members_M]
-        distance_M = own_M - 2 * (columns_TM.T @ sum_T)
-        nearest.append(members_M[int(np.argmin(distance_M))])
-    return np.array(nearest)
+        square_M = size * count_F[members_M]
+        product_M = columns_TM.T @ sum_T
+        distance_M = square_M - 2 * product_M
+        nearest = int(np.argmin(distance_M))
+        representatives.append(members_M[nearest])
+    return np.array(representatives)
 
 
 def random_members(
     experts_RM: NDArray[np.int64], generator: np.random.Generator
 ) -> NDArray[np.int64]:
     """One member (R,) of each expert, drawn at random: the reference."""
-    return np.array([generator.choice(members_M) for members_M in experts_RM])
+    drawn = [generator.choice(members_M) for members_M in experts_RM]
+    return np.array(drawn)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesaic
+from moesaic import load_method
 from moesaic.conversion.layout_search import choose_plan, find_plan
-from moesaic.conversion.plan import Plan, make_plans
+from moesaic.conversion.options import make_budget, make_options
+from moesaic.conversion.plan import Plan, make_plan
+from moesaic.conversion.prepare import prepare
 from moesaic.errors import MoesaicError
 from moesaic.families import find_ffns
 from moesaic.layout import GRAINS, layouts_for
@@ -71,22 +73,39 @@ def test_a_sparsity_out_of_reach_is_refused() -> None:
 def test_the_plan_with_the_least_error_is_chosen_and_nothing_is_changed() -> None:
     model = tiny_model("llama").eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    plans = make_plans(model.config, "tiny", "moesaic", sparsity=0.5)
-    assert len(plans) > 1
-    plan, errors = choose_plan(plans, find_ffns(model), windows(), torch.device("cpu"), 0)
-    assert set(errors) == {str(each.layout) for each in plans}
-    assert errors[str(plan.layout)] == min(errors.values())
+    prepared = prepare(make_options(model, "moesaic", None, windows(), sparsity=0.5))
+    assert len(prepared.plans) > 1
+    search = choose_plan(prepared, find_ffns(model), torch.device("cpu"))
+    assert set(search.tried) == {str(each.layout) for each in prepared.plans}
+    assert search.tried[str(search.plan.layout)] == min(search.tried.values())
     after = model.state_dict()
     assert set(after) == set(before)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def first_plan() -> Plan:
-    return make_plans(tiny_model("llama").config, "tiny", "moesaic", layout="S1A3E12")[0]
+def test_the_plan_that_was_taken_is_converted_by_and_reported() -> None:
+    model, report = moesaic.convert(tiny_model("llama"), calibration=windows(), sparsity=0.5)
+    assert len(report.search) > 1
+    assert report.search[report.layout] == min(report.search.values())
+    assert model.config.moesaic.layout == report.layout
+
+
+@pytest.mark.parametrize("method", ["moesaic", "moesaic-dynamic", "cmoe", "static", "random"])
+def test_only_moesaic_tries_several_layouts(method: str) -> None:
+    model = tiny_model("llama")
+    plans = prepare(make_options(model, method, None, windows(), sparsity=0.5)).plans
+    assert (len(plans) > 1) == method.startswith("moesaic")
+    (given,) = prepare(make_options(model, method, "S1A3E12", windows())).plans
+    assert str(given.layout) == "S1A3E12"
 
 
 def plan_of(layout: Any) -> Plan:
-    return replace(first_plan(), layout=layout)
+    config = tiny_model("llama").config
+    return make_plan(config, "tiny", load_method("moesaic"), make_budget(layout))
+
+
+def first_plan() -> Plan:
+    return plan_of("S1A3E12")
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,9 +114,9 @@ def test_bisection_finds_the_smallest_budget_within_the_target(smallest: int) ->
     def ratio_of(plan: Plan) -> float:
         return 1.5 if plan.layout.num_active < smallest else 1.01
 
-    plan, tried = find_plan(first_plan(), plan_of, 1.02, ratio_of, lambda line: None)
-    assert plan.layout.num_active == smallest
-    assert len(tried) <= 5  # the largest budget, then log2 of 10
+    search = find_plan(first_plan(), plan_of, 1.02, ratio_of, lambda line: None)
+    assert search.plan.layout.num_active == smallest
+    assert len(search.tried) <= 5  # the largest budget, then log2 of 10
 
 
 def test_a_target_out_of_reach_says_the_best_ratio() -> None:
@@ -111,9 +130,9 @@ def test_a_budget_at_which_the_conversion_diverges_is_too_small() -> None:
             raise MoesaicError("layer 1 puts out NaN")
         return 1.01
 
-    plan, tried = find_plan(first_plan(), plan_of, 1.02, ratio_of, lambda line: None)
-    assert plan.layout.num_active == 4
-    assert set(tried.values()) == {1.01}
+    search = find_plan(first_plan(), plan_of, 1.02, ratio_of, lambda line: None)
+    assert search.plan.layout.num_active == 4
+    assert set(search.tried.values()) == {1.01}
     with pytest.raises(MoesaicError, match="NaN"):
         find_plan(first_plan(), plan_of, 1.02, never, lambda line: None)
 

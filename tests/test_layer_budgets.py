@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 import moesaic
+from moesaic import load_method
+from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
 from moesaic.conversion import layer_budgets as budgets
@@ -23,28 +25,45 @@ from moesaic.conversion.layer_budgets import (
     moved,
     share_budgets,
     whole_budgets,
-    with_budgets,
 )
-from moesaic.conversion.layers import convert_layers
+from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
+from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import count_macs, meta_model
 from moesaic.families import find_ffns
 from moesaic.families.load import check_converted
 from moesaic.finetune.balance import measure_loads, refit_thresholds
 from moesaic.finetune.lora import routers_of
+from moesaic.methods.base import FFNMethod
+from moesaic.modeling import ConfigError, MoEConfig
 from moesaic.output import draft as checkpoint
-from tests.families import CONTEXT, LAYERS, tiny_model, tokens
+from tests.families import CONTEXT, HIDDEN, LAYERS, tiny_model, tokens
 from tests.mixtures import tiny_mixture
 
 convert_module = importlib.import_module("moesaic.conversion.convert")  # as its function is called
 WINDOWS = tokens(16, CONTEXT, seed=1)
 CPU = torch.device("cpu")
+CALIBRATION = CalibrationSet(WINDOWS)
+DYNAMIC = "moesaic-dynamic"
 LAYOUT, ROUTED, MEAN = "S2A4E10", 8, 4
 
 
-def plan_for(model: Any, recipe: str = "moesaic-budgets") -> Plan:
-    return make_plan(model.config, "tiny", recipe, LAYOUT)
+def plan_for(model: Any, layout: str = LAYOUT, **settings: Any) -> Plan:
+    method = load_method(DYNAMIC, settings)
+    return make_plan(model.config, "tiny", method, make_budget(layout))
+
+
+def with_budgets(plan: Plan, found: tuple[int, ...]) -> Plan:
+    return plan.with_moe(plan.moe.with_budgets(found))
+
+
+def trial(ffns: Any, plan: Plan) -> list[Any]:
+    """Replaces every FFN for a while; what stands in for them."""
+    assert isinstance(plan.method, FFNMethod)
+    stream = Stream(ffns, WINDOWS, CPU)
+    Run(stream, plan, CALIBRATION, 0, trial=True).replace_ffns(plan.method)
+    return [ffns.replaced(layer) for layer in ffns.converted]
 
 
 def uneven(layer: int, family: str = "llama") -> Any:
@@ -58,7 +77,7 @@ def uneven(layer: int, family: str = "llama") -> Any:
 def shared(model: Any) -> tuple[Plan, list[str]]:
     lines: list[str] = []
     return share_budgets(
-        model, find_ffns(model), plan_for(model), WINDOWS, CPU, 0, lines.append
+        model, find_ffns(model), plan_for(model), CALIBRATION, CPU, 0, lines.append
     ), lines
 
 
@@ -72,18 +91,16 @@ def test_marginal_values_are_what_a_loop_over_gates_finds() -> None:
         wanted = [model(input_ids=ids, use_cache=False).logits for ids in probe.split(1)]
     ffns, plan = find_ffns(model), plan_for(model)
     with ffns.restored():
-        convert_layers(Stream(ffns, WINDOWS, CPU), plan, 0, {}, trial=True)
-        blocks: list[Any] = [ffns.replaced(layer) for layer in ffns.converted]
-        chooses = [block.choose for block in blocks]
+        blocks = trial(ffns, plan)
         seen: list[list[Any]] = [[] for _ in blocks]
 
-        def leaf(layer: int, x_TD: torch.Tensor) -> torch.Tensor:
-            gate_TR = chooses[layer](x_TD).float().requires_grad_(True)
-            seen[layer].append((gate_TR, blocks[layer].scores(x_TD)))
+        def leaf(layer: int, values: Any, gate_TR: torch.Tensor) -> torch.Tensor:
+            gate_TR = gate_TR.detach().requires_grad_(True)
+            seen[layer].append((gate_TR, values().detach()))
             return gate_TR
 
         for layer, block in enumerate(blocks):
-            block.choose = lambda x_TD, layer=layer: leaf(layer, x_TD)
+            block.view = lambda _, values, gate_TR, layer=layer: leaf(layer, values, gate_TR)
         expected_loss = 0.0
         for ids, target in zip(probe.split(1), wanted, strict=True):
             log_q = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
@@ -93,19 +110,18 @@ def test_marginal_values_are_what_a_loop_over_gates_finds() -> None:
                 kl.backward(retain_graph=True)
                 expected_loss += float(kl.detach())
         expected = []
-        for found in seen:
+        for calls in seen:
             worth = weight = 0.0
-            for gate_TR, score_TR in found:
+            for gate_TR, score_TR in calls:
                 for row, gradient in zip(score_TR, gate_TR.grad, strict=True):
                     for score, slope in zip(row, gradient, strict=True):
                         soft = torch.sigmoid(score / (0.3 * row.std(unbiased=False))).detach()
                         worth -= float(soft * (1 - soft) * slope) * probe.numel()
                         weight += float(soft * (1 - soft))
             expected.append(worth / weight)
-        for block, choose in zip(blocks, chooses, strict=True):
-            block.choose = choose
         model.zero_grad()
-        value_L, loss = marginal_values(model, blocks, probe, wanted)
+        found = marginal_values(model, blocks, probe, wanted)
+        value_L, loss = found.value_L, found.divergence
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     assert value_L.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-7)
     assert len(set(value_L.tolist())) == LAYERS
@@ -164,7 +180,7 @@ def test_budgets_keep_their_sum_and_bounds(data: st.DataObject) -> None:
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 def test_a_layer_that_adds_little_gives_its_experts_to_others(layer: int, family: str) -> None:
     plan, lines = shared(uneven(layer, family))
-    found = plan.config.moesaic["budgets"]
+    found = plan.moe.budgets
     assert sum(found) == MEAN * LAYERS
     assert found[layer] == min(found) < MEAN
     assert 2 <= len(lines) == len(set(lines)) <= 1 + budgets.ROUNDS
@@ -176,9 +192,7 @@ def test_the_best_round_is_taken_and_the_dense_model_left_alone() -> None:
     plan, lines = shared(model)
     losses = [float(line.split()[-1]) for line in lines]
     chosen = lines[losses.index(min(losses))]
-    assert chosen.startswith(
-        f"experts per token {', '.join(map(str, plan.config.moesaic['budgets']))}:"
-    )
+    assert chosen.startswith(f"experts per token {', '.join(map(str, plan.moe.budgets))}:")
     assert min(losses) < losses[0]
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -187,31 +201,39 @@ def test_the_best_round_is_taken_and_the_dense_model_left_alone() -> None:
 
 def test_equal_budgets_stay_where_nothing_is_to_be_shared() -> None:
     model = tiny_model("llama")
-    ffns, plan = find_ffns(model), plan_for(model, "moesaic-dynamic")
-    assert share_budgets(model, ffns, plan, WINDOWS, CPU, 0) is plan
+    ffns, plan = find_ffns(model), plan_for(model, layer_budgets="uniform")
+    assert share_budgets(model, ffns, plan, CALIBRATION, CPU, 0) is plan
+    all_run = plan_for(model, "S2A8E10")
+    assert share_budgets(model, ffns, all_run, CALIBRATION, CPU, 0) is all_run
     mixture = tiny_mixture("mixtral")
     lines: list[str] = []
-    plan = make_plan(mixture.config, "tiny", "moesaic-budgets", "S1A2E4")
-    assert share_budgets(mixture, find_ffns(mixture), plan, WINDOWS, CPU, 0, lines.append) is plan
+    plan = plan_for(mixture, "S1A2E4")
+    ffns = find_ffns(mixture)
+    assert share_budgets(mixture, ffns, plan, CALIBRATION, CPU, 0, lines.append) is plan
     assert lines == ["the layers of a model that is a mixture already keep equal budgets"]
-    _, report = moesaic.convert(mixture, "moesaic-budgets", "S1A2E4", WINDOWS)
+    _, report = moesaic.convert(mixture, DYNAMIC, "S1A2E4", WINDOWS)
     assert report.budgets == []
     _, report = moesaic.convert(
-        tiny_model("llama"), "moesaic-budgets", LAYOUT, WINDOWS,
-        dense_layers=list(range(1, LAYERS)),
-    )  # fmt: skip
+        tiny_model("llama"), DYNAMIC, LAYOUT, WINDOWS, dense_layers=list(range(1, LAYERS))
+    )
     assert report.budgets == []
+
+
+@pytest.mark.parametrize("method", [DYNAMIC, "moesaic-neurons"])
+def test_budgets_are_shared_unless_told_otherwise(method: str) -> None:
+    for settings_, shares in (({}, True), ({"layer_budgets": "uniform"}, False)):
+        model, report = moesaic.convert(uneven(0), method, LAYOUT, WINDOWS, settings=settings_)
+        assert bool(report.budgets) == shares
+        assert report.budgets == model.config.moesaic.budgets
 
 
 def test_a_layer_whose_experts_all_run_is_worth_what_the_others_are() -> None:
     model, probe = tiny_model("llama"), WINDOWS[-2:]
     with torch.no_grad():
         wanted = [model(input_ids=ids, use_cache=False).logits for ids in probe.split(1)]
-    ffns, plan = find_ffns(model), with_budgets(plan_for(model), [ROUTED, 3, 1])
+    ffns, plan = find_ffns(model), with_budgets(plan_for(model), (ROUTED, 3, 1))
     with ffns.restored(), torch.no_grad():  # also where the caller wants no gradients
-        convert_layers(Stream(ffns, WINDOWS, CPU), plan, 0, {}, trial=True)
-        blocks: list[Any] = [ffns.replaced(layer) for layer in ffns.converted]
-        value_L, _ = marginal_values(model, blocks, probe, wanted)
+        value_L = marginal_values(model, trial(ffns, plan), probe, wanted).value_L
     assert float(value_L[0]) == pytest.approx(float(value_L[1:].mean()))
     assert float(value_L[1]) != float(value_L[2])
 
@@ -223,7 +245,7 @@ def test_gradients_pass_gated_ffns_of_any_activation(activation: str) -> None:
         layer.mlp.act_fn = ACT2FN[activation]
     model.config.hidden_act = activation
     plan, _ = shared(model)
-    assert plan.config.moesaic["budgets"][1] < MEAN
+    assert plan.moe.budgets[1] < MEAN
 
 
 def test_figures_that_are_not_finite_are_said() -> None:
@@ -253,20 +275,20 @@ def test_a_device_without_a_number_is_the_one_the_model_is_on(
 def test_a_model_that_is_not_on_the_device_in_whole_is_refused() -> None:
     model = tiny_model("llama")
     with pytest.raises(MoesaicError, match=r"differentiates the whole model, .* on meta in whole"):
-        share_budgets(model, find_ffns(model), plan_for(model), WINDOWS, torch.device("meta"), 0)
+        share_budgets(
+            model, find_ffns(model), plan_for(model), CALIBRATION, torch.device("meta"), 0
+        )
 
 
 # --- converted models --------------------------------------------------------------------------
 
 
 def test_layers_run_their_budgets_saved_loaded_and_fine_tuned(tmp_path: Path) -> None:
-    model, report = moesaic.convert(
-        uneven(0), "moesaic-budgets", LAYOUT, WINDOWS, output=tmp_path / "out"
-    )
+    model, report = moesaic.convert(uneven(0), DYNAMIC, LAYOUT, WINDOWS, output=tmp_path / "out")
     found = report.budgets
     assert found[0] < MEAN
     assert [router.num_active for router in routers_of(model)] == found
-    assert model.config.moesaic["budgets"] == found
+    assert model.config.moesaic.budgets == found
     assert (
         f"on average {MEAN} ({min(found)} to {max(found)} in a layer) of {ROUTED}" in report.shape
     )
@@ -288,16 +310,19 @@ def test_layers_run_their_budgets_saved_loaded_and_fine_tuned(tmp_path: Path) ->
 def test_work_is_that_of_equal_budgets() -> None:
     model = tiny_model("llama")
     equal = plan_for(model)
-    other = with_budgets(equal, [1, 3, 8])
-    assert sum(other.sizes_of(layer).active for layer in range(3)) == 3 * equal.sizes.active
-    assert equal.sizes_of(2) == equal.sizes
-    assert "budgets" not in equal.config.moesaic
-    assert with_budgets(equal, [4, 4, 4]) is equal
+    other = with_budgets(equal, (1, 3, 8))
+    assert sum(other.moe.sizes_of(layer).active for layer in range(3)) == 3 * equal.sizes.active
+    assert equal.moe.sizes_of(2) == equal.sizes
+    assert other.moe.budgets == [1, 3, 8]
+    assert other.moe.uniform_sizes is None
+    assert equal.moe.budgets == []
+    assert equal.moe.uniform_sizes == equal.sizes
+    assert with_budgets(equal, (4, 4, 4)) == equal
     assert count_macs(meta_model(other.config), 1) == equal.macs
 
 
 def test_budgets_are_of_the_converted_layers() -> None:
-    model, report = moesaic.convert(uneven(1), "moesaic-budgets", LAYOUT, WINDOWS, dense_layers=[0])
+    model, report = moesaic.convert(uneven(1), DYNAMIC, LAYOUT, WINDOWS, dense_layers=[0])
     assert report.budgets[0] < MEAN < report.budgets[1]
     assert [router.num_active for router in routers_of(model)] == report.budgets
     again = type(model)(model.config)
@@ -305,14 +330,30 @@ def test_budgets_are_of_the_converted_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "found", [[4, 4], [0, 4, 8], [4, 4, 5], [4, 4, 4.0], [-1, 4, 9], None],
+    ("found", "named"),
+    [([0, 4, 8], "num_active"), ([4, 4, 9], "num_active"), ([4, 4, 4.0], "num_active"),
+     ([-1, 4, 9], "num_active"), ([4, None, 4], "num_active"), ([4, 4], "sizes")],
 )  # fmt: skip
-def test_budgets_that_contradict_the_configuration(found: Any) -> None:
-    config = with_budgets(plan_for(tiny_model("llama")), [3, 4, 5]).config
-    check_converted(config, "tiny")
-    config.moesaic["budgets"] = found
-    with pytest.raises(MoesaicError, match=r"config.json of tiny (is damaged|.* budgets)"):
-        check_converted(config, "tiny")
+def test_budgets_that_contradict_the_configuration(found: list[Any], named: str) -> None:
+    plan = with_budgets(plan_for(tiny_model("llama")), (3, 4, 5))
+    check_converted(plan.config, "tiny")
+    values = plan.moe.to_dict()
+    values["sizes"] = [
+        sizes | {"num_active": active}
+        for sizes, active in zip(values["sizes"], found, strict=False)
+    ]
+    with pytest.raises(ConfigError, match=rf"contradicts itself: {named} "):
+        MoEConfig.from_dict(values).check(HIDDEN, LAYERS)
+    plan.config.moesaic = values
+    with pytest.raises(MoesaicError, match=rf"config\.json of tiny contradicts itself: {named}"):
+        check_converted(plan.config, "tiny")
+
+
+def test_a_mixture_has_equal_budgets() -> None:
+    plan = plan_for(tiny_mixture("mixtral"), "S1A2E4")
+    plan.moe.check(HIDDEN, LAYERS)
+    with pytest.raises(ConfigError, match="num_active"):
+        plan.moe.with_budgets((1, 2, 3)).check(HIDDEN, LAYERS)
 
 
 def test_a_resumed_run_keeps_the_budgets_it_had(
@@ -322,7 +363,7 @@ def test_a_resumed_run_keeps_the_budgets_it_had(
 
     def convert(name: str, **more: Any) -> Any:
         return moesaic.convert(
-            tmp_path / "dense", "moesaic-budgets", LAYOUT, WINDOWS, output=tmp_path / name,
+            tmp_path / "dense", DYNAMIC, LAYOUT, WINDOWS, output=tmp_path / name,
             command="x", **more,
         )  # fmt: skip
 
