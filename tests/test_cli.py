@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tests.families import tiny_model
 TEXT = "def main(argument):\n    return [argument for _ in range(10)]\n" * 400
 
 
-CMOE = ("--recipe", "cmoe", "--layout", "S3A3E8")
+CMOE = ("--method", "cmoe", "--layout", "S3A3E8")
 
 
 class Run:
@@ -153,15 +154,17 @@ def test_a_resumed_run_keeps_the_same_card(
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == calm
 
 
-def test_recipe_file(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("base: cmoe\nimportance: contribution\n")
+def test_method_file(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
+    method = tmp_path / "mine.yaml"
+    method.write_text("method: cmoe\nactivation_top_k: 5\n")
     code, printed, _ = run(
         "convert", model, "--output", tmp_path / "out", "--calibration", text,
-        "--sequence-length", 64, "--recipe", recipe, "--layout", "S3A3E8",
+        "--sequence-length", 64, "--method", method, "--layout", "S3A3E8",
     )  # fmt: skip
     assert code == 0
-    assert "mine S3A3E8" in printed
+    assert "cmoe S3A3E8" in printed
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["moesaic"]
+    assert config["method"]["settings"]["activation_top_k"] == 5
 
 
 def test_flops_of_llama_2_7b_from_its_config_alone(run: Run, tmp_path: Path) -> None:
@@ -476,8 +479,8 @@ def check_error(code: int, error: str, message: str) -> None:
         (["--layout", "S8A1E8"], "leave none to route"),
         (["--layout", "S1A0E8"], "A >= 1"),
         (["--layout", "S1A1E769"], "768 neurons"),
-        (["--recipe", "cmo"], "did you mean cmoe"),
-        (["--recipe", "none.yaml"], "none.yaml"),
+        (["--method", "cmo"], "did you mean cmoe"),
+        (["--method", "none.yaml"], "none.yaml"),
         (["--device", "cpux"], "did you mean cpu"),
         (["--device", "cuda:99"], "not usable here"),
         (["--dtype", "float3"], "did you mean float32"),
@@ -629,7 +632,7 @@ def report(**facts: object) -> SimpleNamespace:
     usual = {
         "perplexity": 11.0,
         "dense_perplexity": 10.0,
-        "recipe": {"name": "moesaic"},
+        "method": {"name": "moesaic"},
         "layout": "S1A21E32",
         "tokens": 131_072,
         "active_ffn_fraction": 0.75,
@@ -654,11 +657,11 @@ def test_advice_follows_from_the_facts_of_a_report() -> None:
     assert advice(perplexity=None) == ""
     assert "4,096 tokens are few" in advice(tokens=4096)
     assert "--grain fine" not in advice(layout="S1A95E128")
-    assert "--grain fine" not in advice(recipe={"name": "cmoe"}, layout="S3A3E8")
-    neurons = advice(recipe={"name": "moesaic-neurons"})
+    assert "--grain fine" not in advice(method={"name": "cmoe"}, layout="S3A3E8")
+    neurons = advice(method={"name": "moesaic-neurons"})
     assert "--method" not in neurons
-    assert "--method moesaic" in advice(recipe={"name": "cmoe"})
-    assert "finetune" not in advice(recipe={"name": "oracle"})
+    assert "--method moesaic" in advice(method={"name": "cmoe"})
+    assert "finetune" not in advice(method={"name": "oracle"})
 
 
 def test_a_bad_conversion_ends_with_advice(
@@ -678,17 +681,18 @@ def test_a_bad_conversion_ends_with_advice(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_active": 5}, "num_active does not fit the layout S3A3E8"),
-        ({"num_active": 0}, "num_active does not fit"),
-        ({"shared_size": 0}, "contradicts itself"),
-        ({"expert_size": 90}, "contradicts itself"),
-        ({"layout": "S2A2E8"}, "contradicts itself"),
+        ({"sizes": {"num_active": 6}}, "num_active does not fit the layout S3A3E8"),
+        ({"sizes": {"num_active": 0}}, "num_active does not fit"),
+        ({"sizes": {"shared": -1}}, "contradicts itself"),
+        ({"sizes": {"expert": 200}}, "contradicts itself"),
+        ({"sizes": {"intermediate": 10}}, "contradicts itself"),
         ({"layers": [0, 99]}, "layers does not fit"),
-        ({"ffn": None}, "is damaged"),
+        ({"block": None}, "is damaged"),
         ({"layout": 7}, "is damaged"),
-        ({"recipe": {}}, "is damaged"),
-        ({"router": {}}, "is damaged"),
-        ({"output_bias": "yes"}, "output_bias does not fit"),
+        ({"method": {}}, "is damaged"),
+        ({"block": {"router": {}}}, "is damaged"),
+        ({"block": {"output_bias": "yes"}}, "output_bias does not fit"),
+        ({"format": 1}, "in a form that this one does not read; convert the dense model again"),
         (None, "is damaged"),
     ],
 )
@@ -699,10 +703,19 @@ def test_tampered_configuration_of_a_converted_model(
     output = tmp_path / "out"
     shutil.copytree(converted, output)
     config = json.loads((output / "config.json").read_text())
-    config["moesaic"] = change if change is None else config["moesaic"] | change
+    config["moesaic"] = change and tampered(config["moesaic"], change)
     (output / "config.json").write_text(json.dumps(config))
     check_error(*run("eval", output, "--text", text)[::2], message)
     check_error(*run("flops", output)[::2], message)
+
+
+def tampered(moe: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """With another value; in every layer's sizes, or inside the block, where it says so."""
+    if "sizes" in change:
+        return moe | {"sizes": [sizes | change["sizes"] for sizes in moe["sizes"]]}
+    if change.get("block"):
+        return moe | {"block": moe["block"] | change["block"]}
+    return moe | change
 
 
 @pytest.mark.parametrize(

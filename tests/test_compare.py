@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -13,10 +12,11 @@ import pytest
 import moesaic
 from moesaic.cli.main import main
 from moesaic.comparison.compare import REFERENCES
-from moesaic.comparison.rows import ORACLES, ranked, remarks
+from moesaic.comparison.entries import METHOD, REFERENCE
+from moesaic.comparison.rows import Cell, ranked, remarks
+from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
 
-compare_module = importlib.import_module("moesaic.comparison.compare")  # as its function is called
 SMALL: dict[str, Any] = {
     "calibration": "demo", "seeds": 2, "samples": 2, "sequence_length": 64, "max_tokens": 256,
     "sparsity": (0.5,), "dtype": "float32",
@@ -30,7 +30,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
 
 
 def test_every_row_has_the_same_budget_and_all_seeds(result: tuple[dict[str, Any], Path]) -> None:
-    rows = {row["recipe"]: row for row in result[0]["rows"]}
+    rows = {row["method"]: row for row in result[0]["rows"]}
     assert set(rows) == {"cmoe", *REFERENCES}
     for row in rows.values():
         assert row["active_ffn_fraction"] == pytest.approx(0.5, abs=0.01)
@@ -41,25 +41,26 @@ def test_every_row_has_the_same_budget_and_all_seeds(result: tuple[dict[str, Any
 
 
 def test_a_cell_is_what_convert_and_perplexity_give(result: tuple[dict[str, Any], Path]) -> None:
-    from moesaic.calibration.text import sample_windows, to_ids
+    from moesaic.calibration.calibration_set import CalibrationSet
+    from moesaic.calibration.text import to_ids
     from moesaic.families.load import load_model, load_tokenizer
 
-    row = next(row for row in result[0]["rows"] if row["recipe"] == "static-repaired")
+    row = next(row for row in result[0]["rows"] if row["method"] == "static-repaired")
     cell = next(
         cell for cell in result[0]["cells"].values()
-        if cell["recipe"] == "static-repaired" and cell["seed"] == 1
+        if cell["method"] == "static-repaired" and cell["seed"] == 1
     )  # fmt: skip
     tokenizer = load_tokenizer("demo")
+    windows = CalibrationSet.sample(to_ids("demo", tokenizer), 2, 64, 1).windows_NL
     model, _ = moesaic.convert(
-        load_model("demo", "float32"), "static-repaired", row["layout"],
-        sample_windows(to_ids("demo", tokenizer), 2, 64, 1), seed=1,
-    )  # fmt: skip
+        load_model("demo", "float32"), "static-repaired", row["layout"], windows, seed=1
+    )
     value, _ = moesaic.perplexity(model, to_ids("demo", tokenizer, heldout=True), 64, 256)
     assert cell["perplexity"]["demo"] == pytest.approx(value, rel=1e-4)
 
 
 def test_layers_of_a_cell_share_their_budget() -> None:
-    found = moesaic.compare("demo", ["moesaic-budgets"], references=(), **SMALL | {"samples": 16})
+    found = moesaic.compare("demo", ["moesaic-dynamic"], references=(), **SMALL | {"samples": 16})
     for cell in found["cells"].values():
         assert "in a layer) of" in cell["shape"]
         assert cell["active_ffn_fraction"] == pytest.approx(0.5, abs=0.01)
@@ -94,7 +95,7 @@ def test_it_writes_table_and_plot_and_resumes(
 def test_static_may_spend_the_routers_work_too() -> None:
     small = SMALL | {"seeds": 1}
     rows = moesaic.compare("demo", ["moesaic"], references=("static-repaired",), **small)["rows"]
-    found = {row["recipe"]: row for row in rows}
+    found = {row["method"]: row for row in rows}
     routed, static = found["moesaic"], found["static-repaired, MACs of moesaic"]
     assert static["macs"] == pytest.approx(routed["macs"], abs=0.002)
     assert static["macs"] >= routed["macs"]
@@ -102,22 +103,24 @@ def test_static_may_spend_the_routers_work_too() -> None:
 
 
 def test_ranking_by_hand() -> None:
-    def cell(recipe: str, seed: int, value: float) -> dict[str, Any]:
-        return {
-            "recipe": recipe, "sparsity": 0.5, "seed": seed, "perplexity": {"t": value},
-            "layout": "S1A1E2", "active_ffn_fraction": 0.5, "macs": 0.6,
-            "load_max_over_mean": 1.5 + seed, "dead_experts": seed, "better_static": [seed],
-            "notes": ["too few tokens"] if recipe == "cmoe" else [],
-        }  # fmt: skip
+    def cell(method: str, seed: int, value: float) -> Cell:
+        routes = method == "cmoe"
+        return Cell(
+            method=method, role=METHOD if routes else REFERENCE, saves=True, routes=routes,
+            repairs=not routes, sparsity=0.5, seed=seed, layout="S1A1E2", shape="",
+            active_ffn_fraction=0.5, macs=0.6, perplexity={"t": value}, relative_error=[0.1],
+            better_static=[seed], load_max_over_mean=1.5 + seed, dead_experts=seed,
+            notes=["too few tokens"] if routes else [], seconds=1.0,
+        )  # fmt: skip
 
     cells = [cell("cmoe", 0, 8.0), cell("cmoe", 1, 12.0), cell("static-repaired", 0, 6.0)]
-    rows = ranked({str(i): c for i, c in enumerate(cells)}, {"t": 4.0})
-    assert [row["recipe"] for row in rows] == ["static-repaired", "cmoe"]
-    assert rows[1]["ratio"]["t"] == 2.5
-    assert rows[1]["spread"]["t"] == pytest.approx(0.5**0.5)
-    assert rows[0]["spread"]["t"] is None
-    assert (rows[1]["load_max_over_mean"], rows[1]["dead_experts"]) == (2.5, 1)
-    assert rows[1]["better_static"] == [0, 1]
+    rows = ranked(cells, {"t": 4.0})
+    assert [row.method for row in rows] == ["static-repaired", "cmoe"]
+    assert rows[1].ratio["t"] == 2.5
+    assert rows[1].spread["t"] == pytest.approx(0.5**0.5)
+    assert rows[0].spread["t"] is None
+    assert (rows[1].load_max_over_mean, rows[1].dead_experts) == (2.5, 1)
+    assert rows[1].better_static == [0, 1]
     assert remarks(rows) == [
         "cmoe S1A1E2: too few tokens",
         "at sparsity 0.5 static-repaired beats cmoe",
@@ -139,8 +142,8 @@ def test_bad_input_is_refused(changes: dict[str, Any], reason: str) -> None:
         moesaic.compare("demo", ["moesaic"], **SMALL | changes)
 
 
-def test_unknown_and_repeated_recipes_are_refused() -> None:
-    with pytest.raises(MoesaicError, match="unknown recipe"):
+def test_unknown_and_repeated_methods_are_refused() -> None:
+    with pytest.raises(MoesaicError, match="unknown method"):
         moesaic.compare("demo", ["moesaik"], **SMALL)
     with pytest.raises(MoesaicError, match="once"):
         moesaic.compare("demo", ["cmoe", "cmoe"], **SMALL)
@@ -154,7 +157,7 @@ def test_the_command_prints_tables(
         "moesaic",
         "compare",
         "demo",
-        "--recipes",
+        "--methods",
         "cmoe",
         "--layout",
         "S1A1E2",
@@ -168,7 +171,7 @@ def test_the_command_prints_tables(
     assert not stop.value.code
     printed = capsys.readouterr().out
     assert "one layout" in printed
-    assert all(name in printed for name in ("cmoe", *ORACLES))
+    assert all(name in printed for name in ("cmoe", "oracle", "neuron-oracle"))
     monkeypatch.setattr(sys, "argv", ["moesaic", "compare", "demo", "--sparsity", "half"])
     with pytest.raises(SystemExit) as stop:
         main()
@@ -179,7 +182,7 @@ def test_the_command_prints_tables(
 def test_a_reference_that_cannot_reach_the_budget_is_left_out() -> None:
     small = SMALL | {"sparsity": (0.95,), "seeds": 1}
     result = moesaic.compare("demo", ["static"], references=("random",), **small)
-    assert [row["recipe"] for row in result["rows"]] == ["static"]
+    assert [row["method"] for row in result["rows"]] == ["static"]
     assert any(line.startswith("without random") for line in result["remarks"])
 
 
@@ -189,20 +192,20 @@ def test_a_number_of_windows_out_of_range_is_refused(samples: int) -> None:
         moesaic.compare("demo", ["static"], **SMALL | {"samples": samples})
 
 
-def test_a_recipe_that_diverges_is_said_and_the_others_are_kept(
+def test_a_method_that_diverges_is_said_and_the_others_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real = compare_module.convert_layers
+    real = Run.replace_ffns
 
-    def diverges(stream: Any, plan: Any, *rest: Any, **options: Any) -> Any:
-        if plan.recipe.name == "random":
+    def diverges(self: Run, method: Any) -> Any:
+        if method.name == "random":
             raise MoesaicError("layer 1 puts out NaN")
-        return real(stream, plan, *rest, **options)
+        return real(self, method)
 
-    monkeypatch.setattr(compare_module, "convert_layers", diverges)
+    monkeypatch.setattr(Run, "replace_ffns", diverges)
     small = SMALL | {"seeds": 1}
     result = moesaic.compare("demo", ["static", "random"], references=(), output=tmp_path, **small)
-    assert [row["recipe"] for row in result["rows"]] == ["static"]
+    assert [row["method"] for row in result["rows"]] == ["static"]
     assert any("without random" in line and "NaN" in line for line in result["remarks"])
     assert "layer 1 puts out NaN" in (tmp_path / "compare.md").read_text()
 

@@ -17,6 +17,7 @@ import torch
 
 import moesaic
 from moesaic import load_method
+from moesaic.evaluate.work import count_macs
 from moesaic.families.load import load_model
 from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
@@ -105,7 +106,6 @@ def test_calibration_is_sequential() -> None:
 _KILLED = """
 import os, signal, sys, torch
 import moesaic
-from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
 count, when = 0, int(sys.argv[3])
 def dying(function):
@@ -167,7 +167,6 @@ def test_a_damaged_draft_shard_is_made_anew(dense: Path, tmp_path: Path) -> None
 _DIES_AT = """
 import os, signal, shutil, sys, pathlib, torch
 import moesaic
-from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -449,8 +448,8 @@ def test_layers_that_are_to_stay_dense_stay(dense: tuple[int, ...], tmp_path: Pa
     computed = len(dense) * total + len(converted) * (shared + active * size)
     assert report.active_ffn_fraction == pytest.approx(computed / (LAYERS * total))
     loaded = load_model(tmp_path / "out")
-    whole = moesaic.evaluate.work.count_macs(original, 1)
-    macs = moesaic.evaluate.work.count_macs(loaded, 1)
+    whole = count_macs(original, 1)
+    macs = count_macs(loaded, 1)
     assert macs.ffn == pytest.approx(whole.ffn * report.active_ffn_fraction)
     assert macs.attention == whole.attention
     with torch.no_grad():

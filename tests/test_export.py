@@ -622,8 +622,12 @@ def test_a_weight_without_a_place_is_refused(tmp_path: Path) -> None:
     model = dense_model("llama")
     converted, _ = moesaic.convert(model, "moesaic", "S2A3E8", tokens(8, 64, seed=1))
     converted.model.layers[0].self_attn.extra = torch.nn.Linear(4, 4)
+    options = run.ExportOptions(
+        "it", "glm4_moe", tmp_path / "out", epsilon=None, dtype="auto", verify=None,
+        trust_remote_code=False,
+    )  # fmt: skip
     with pytest.raises(MoesaicError, match=r"no place for .*extra"):
-        run._build(glm4_moe, converted, [1.0] * 3, "it")
+        run._build(options, converted, [1.0] * 3)
 
 
 def test_the_command_exports_explains_and_verifies(

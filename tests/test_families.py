@@ -14,12 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic import Method, load_method
 from moesaic.calibration.hidden_states import Stream
+from moesaic.conversion.options import make_budget
+from moesaic.conversion.plan import make_plan
 from moesaic.families import find_ffns
 from moesaic.families.load import load_model
 from tests.families import CONTEXT, FAMILIES, LAYERS, tiny_model, tokens
 
 CPU = torch.device("cpu")
+EQUAL = {"layer_budgets": "uniform"}
+DYNAMIC = load_method("moesaic-dynamic", EQUAL)
+QUADRATIC = load_method("moesaic-dynamic", EQUAL | {"directions": 24})
+ROUTED = {"moesaic": load_method("moesaic"), "dynamic": DYNAMIC, "quadratic": QUADRATIC}
 family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -28,9 +35,11 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-def converted(family: str, layout: str = "S3A3E8", recipe: str = "cmoe", **more: Any) -> Any:
+def converted(
+    family: str, layout: str = "S3A3E8", method: str | Method = "cmoe", **more: Any
+) -> Any:
     windows = tokens(4, CONTEXT, seed=1)
-    return moesaic.convert(tiny_model(family), recipe, layout, windows, **more)
+    return moesaic.convert(tiny_model(family), method, layout, windows, **more)
 
 
 @family
@@ -120,7 +129,7 @@ def test_save_then_load_is_bit_equal(family: str, tmp_path: Path) -> None:
 def test_thresholds_and_repair_save_and_load_bit_equal(family: str, tmp_path: Path) -> None:
     ids = tokens(2, 48, seed=2)
     model, report = moesaic.convert(
-        tiny_model(family), "moesaic-dynamic", "S3A3E8", tokens(32, CONTEXT, seed=1),
+        tiny_model(family), DYNAMIC, "S3A3E8", tokens(32, CONTEXT, seed=1),
         output=tmp_path / "out",
     )  # fmt: skip
     assert all(layer.heldout for layer in report.layers)
@@ -152,16 +161,16 @@ def test_generation_with_and_without_cache_agrees(family: str) -> None:
     check_generation(family, "cmoe")
 
 
-@pytest.mark.parametrize("recipe", ["moesaic", "moesaic-dynamic", "moesaic-quadratic"])
+@pytest.mark.parametrize("method", ROUTED.values(), ids=ROUTED)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "phi3"])
-def test_fitted_routers_generate_with_and_without_cache(family: str, recipe: str) -> None:
+def test_fitted_routers_generate_with_and_without_cache(family: str, method: Method) -> None:
     """With a cache one token at a time passes through the block."""
-    check_generation(family, recipe)
+    check_generation(family, method)
 
 
-def check_generation(family: str, recipe: str) -> None:
+def check_generation(family: str, method: str | Method) -> None:
     ids = tokens(2, 12, seed=2)
-    model, _ = converted(family, recipe=recipe)
+    model, _ = converted(family, method=method)
     ask = {
         "max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids),
         "pad_token_id": 0, "eos_token_id": None,
@@ -196,11 +205,12 @@ def test_every_parameter_gets_a_gradient_and_eager_agrees(family: str) -> None:
 def test_models_load_where_moesaic_is_not_installed(tmp_path: Path) -> None:
     ids = tokens(2, 24, seed=2)
     expected = {}
-    cases = [(name, "cmoe") for name in FAMILIES]
-    cases += [("llama", "moesaic-dynamic"), ("opt", "moesaic-quadratic"), ("phi3", "moesaic")]
-    for family, recipe in cases:
-        name = f"{family}-{recipe}"
-        model, _ = converted(family, recipe=recipe, output=tmp_path / name)
+    cases: list[tuple[str, str | Method]] = [(name, "cmoe") for name in FAMILIES]
+    cases += [("llama", DYNAMIC), ("opt", QUADRATIC), ("phi3", "moesaic")]
+    cases += [("qwen3", load_method("moesaic-neurons", EQUAL)), ("gpt2", "static")]
+    for number, (family, method) in enumerate(cases):
+        name = f"{family}-{number}"
+        model, _ = converted(family, method=method, output=tmp_path / name)
         expected[name] = logits(model, ids)
     script = """
 import sys, pathlib, torch
@@ -254,10 +264,6 @@ def config_of(model: Any) -> dict[str, Any]:
     return {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
 
 
-def find_layers(model: Any) -> str:
-    return model.config.moesaic["ffn"]["path"].partition(".{}")[0]
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
 def test_peft_wraps_the_fused_experts(family: str) -> None:
     from peft import LoraConfig, get_peft_model
@@ -265,7 +271,7 @@ def test_peft_wraps_the_fused_experts(family: str) -> None:
     ids = tokens(2, 24, seed=2)
     model, _ = converted(family)
     expected = logits(model, ids)
-    name = "gate_up_proj" if model.config.moesaic["ffn"]["gated"] else "up_proj"
+    name = "gate_up_proj" if model.config.moesaic.block.gated else "up_proj"
     wrapped = get_peft_model(
         model,
         LoraConfig(
@@ -282,11 +288,11 @@ def test_peft_wraps_the_fused_experts(family: str) -> None:
     assert any("lora_B" in name for name in trained)
 
 
-@pytest.mark.parametrize("recipe", ["cmoe", "moesaic"])
+@pytest.mark.parametrize("method", ["cmoe", "moesaic"])
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_the_block_compiles_in_one_graph(family: str, recipe: str) -> None:
-    model, _ = converted(family, recipe=recipe)
-    block = model.base_model.get_submodule(model.config.moesaic["ffn"]["path"].format(0))
+def test_the_block_compiles_in_one_graph(family: str, method: str) -> None:
+    model, _ = converted(family, method=method)
+    block = model.base_model.get_submodule(model.config.moesaic.replacement_path(0))
     x = torch.randn(2, 9, model.config.hidden_size)
     expected = block(x)
     compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="aot_eager")
@@ -335,10 +341,8 @@ def test_layers_with_inputs_that_depend_on_the_tokens_are_refused() -> None:
 def test_encoder_decoders_are_refused() -> None:
     from transformers import BartConfig
 
-    from moesaic.conversion.plan import make_plan
-
     with pytest.raises(moesaic.MoesaicError, match="only decoders"):
-        make_plan(BartConfig(), "bart", "cmoe", "S3A3E8")
+        make_plan(BartConfig(), "bart", load_method("cmoe"), make_budget("S3A3E8"))
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -1,6 +1,6 @@
 """The calibration tokens, cut once into those that are fitted on and those held out.
 
-Shape suffixes: N windows, L tokens of one.
+Shape suffixes: N windows, H those that are held out, L tokens of a window.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class Split:
     def last_eighth(cls, tokens: int, window: int = 1) -> Split:
         """The last eighth held out: in whole windows, where it is one at least."""
         heldout = tokens // HELD_OUT
-        whole_windows = heldout // window * window
-        return cls(tokens, tokens - max(whole_windows or heldout, 1))
+        if heldout >= window:
+            heldout = heldout // window * window
+        heldout = max(heldout, 1)
+        return cls(tokens, first_heldout=tokens - heldout)
 
     @property
     def can_hold_out(self) -> bool:
@@ -55,26 +57,30 @@ class CalibrationSet:
         """
         if ids.ndim == 2:
             return cls(ids)
-        apart = max(len(ids) // HELD_OUT, length) if samples > 1 else 0
-        before = len(ids) - apart
-        if before < length:
-            needed = (
-                "one sample needs"
-                if samples == 1
-                else "two that share none need"
-            )
+        tokens = len(ids)
+        heldout_tokens = max(tokens // HELD_OUT, length) if samples > 1 else 0
+        fit_tokens = tokens - heldout_tokens
+        if fit_tokens < length:
+            needed = f"one sample needs {length}"
+            if samples != 1:
+                needed = f"two that share none need {min(samples, 2) * length}"
             raise MoesaicError(
-                f"the calibration text has {len(ids)} tokens, {needed} "
-                f"{min(samples, 2) * length}; give a longer text or a smaller "
-                "--sequence-length"
+                f"the calibration text has {tokens} tokens, {needed}; "
+                "give a longer text or a smaller --sequence-length"
             )
+
         generator = torch.Generator().manual_seed(seed)
         place_N = torch.rand(samples, generator=generator, dtype=torch.float64)
-        fitted = samples - heldout_windows(samples)
-        starts_N = (place_N * (before - length + 1)).long()
-        late_N = place_N[fitted:]
-        starts_N[fitted:] = before + (late_N * (apart - length + 1)).long()
-        return cls(ids[starts_N[:, None] + torch.arange(length)])
+        fit_starts = fit_tokens - length + 1
+        start_N = (place_N * fit_starts).long()
+        first_heldout = samples - heldout_windows(samples)
+        heldout_starts = heldout_tokens - length + 1
+        offset_H = (place_N[first_heldout:] * heldout_starts).long()
+        start_N[first_heldout:] = fit_tokens + offset_H
+
+        offset_L = torch.arange(length)
+        index_NL = start_N[:, None] + offset_L
+        return cls(ids[index_NL])
 
     @property
     def samples(self) -> int:
@@ -97,21 +103,26 @@ class CalibrationSet:
     def heldout(self, most: int) -> Tensor:
         """At most so many of the windows that are held out; the last one at least."""
         count = max(heldout_windows(self.samples), 1)
-        return self.windows_NL[-min(count, most) :]
+        count = min(count, most)
+        return self.windows_NL[-count:]
 
     def fewer(self, samples: int) -> CalibrationSet:
         """At most so many windows, of those held out and of the others in proportion."""
         if samples >= self.samples:
             return self
         heldout = heldout_windows(samples)
-        first_NL = self.windows_NL[: samples - heldout]
-        last_NL = self.windows_NL[self.samples - heldout :]
-        return CalibrationSet(torch.cat([first_NL, last_NL]))
+        fitted = samples - heldout
+        first_heldout = self.samples - heldout
+        fit_NL = self.windows_NL[:fitted]
+        heldout_NL = self.windows_NL[first_heldout:]
+        return CalibrationSet(torch.cat([fit_NL, heldout_NL]))
 
 
 def heldout_windows(samples: int) -> int:
     """How many of so many windows are held out: one at least, of several."""
-    return max(samples // HELD_OUT, 1) if samples > 1 else 0
+    if samples <= 1:
+        return 0
+    return max(samples // HELD_OUT, 1)
 
 
 def check_samples(samples: int, length: int) -> None:

@@ -34,8 +34,13 @@ class ExpertInputs:
         storage: torch.device,
         device: torch.device,
     ):
-        stored = [[tensor.to(storage) for tensor in call] for call in calls]
-        x, index, weight = zip(*stored, strict=True)
+        x: list[Tensor] = []
+        index: list[Tensor] = []
+        weight: list[Tensor] = []
+        for x_block, index_block, weight_block in calls:
+            x.append(x_block.to(storage))
+            index.append(index_block.to(storage))
+            weight.append(weight_block.to(storage))
         self.x_TD = torch.cat(x)
         self.index_TO = torch.cat(index)
         self.weight_TO = torch.cat(weight)
@@ -43,17 +48,22 @@ class ExpertInputs:
         self.storage = storage
         self.device = device
         self.split = split
+        experts_of_token = self.index_TO.shape[1]
         expert_P = self.index_TO.reshape(-1)
         order_P = expert_P.argsort(stable=True)
+        token_P = order_P // experts_of_token
         count_E = torch.bincount(expert_P, minlength=experts)
-        token_P = order_P // self.index_TO.shape[1]
         self.tokens_of = token_P.split(count_E.tolist())
 
     def all(self) -> Iterator[tuple[Tensor, ...]]:
         """Calls of all tokens, block by block."""
-        tensors = (self.x_TD, self.index_TO, self.weight_TO)
-        blocks = [tensor.split(BLOCK_TOKENS) for tensor in tensors]
-        for call in zip(*blocks, strict=True):
+        calls = zip(
+            self.x_TD.split(BLOCK_TOKENS),
+            self.index_TO.split(BLOCK_TOKENS),
+            self.weight_TO.split(BLOCK_TOKENS),
+            strict=True,
+        )
+        for call in calls:
             yield tuple(tensor.to(self.device) for tensor in call)
 
     def all_inputs(self) -> FFNInputs:
@@ -67,15 +77,20 @@ class ExpertInputs:
         those, the last eighth of its own.
         """
         token_P = self.tokens_of[expert]
-        count = len(token_P)
-        first_heldout = int((token_P < self.split.first_heldout).sum())
-        split = Split(count, first_heldout)
-        if not count / 2 <= first_heldout < count:
-            split = Split.last_eighth(count)
+        tokens = len(token_P)
+        to_fit_P = token_P < self.split.first_heldout
+        first_heldout = int(to_fit_P.sum())
+        split = Split(tokens, first_heldout)
+        if not tokens / 2 <= first_heldout < tokens:
+            split = Split.last_eighth(tokens)
         return self._inputs(self.x_TD[token_P], split)
 
     def _inputs(self, x_TD: Tensor, split: Split) -> FFNInputs:
         blocks = x_TD.split(BLOCK_TOKENS)
         return FFNInputs(
-            blocks, split, self.hold_out, self.storage, self.device
+            blocks,
+            split,
+            self.hold_out,
+            self.storage,
+            self.device,
         )

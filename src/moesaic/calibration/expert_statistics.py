@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
@@ -60,17 +61,16 @@ def compute_expert_statistics(
     BLOCK_PAIRS pairs, and with `gram` 4 E M^2 bytes. Raises BrokenExpertsError where
     hidden states are not finite.
     """
-    experts = (
-        [ffn.with_unit_rows() for ffn in ffns] if kind.normalise else list(ffns)
-    )
+    experts = list(ffns)
+    if kind.normalise:
+        experts = [ffn.with_unit_rows() for ffn in ffns]
     first = experts[0]
     count = len(experts)
     device = first.up_FD.device
     neurons = first.intermediate_size
     top_k = min(kind.activation_top_k or 0, neurons)
-    gate_EMD = torch.stack(
-        [ffn.gate_FD for ffn in experts if ffn.gate_FD is not None]
-    )
+    gates = [ffn.gate_FD for ffn in experts if ffn.gate_FD is not None]
+    gate_EMD = torch.stack(gates)
     up_EMD = torch.stack([ffn.up_FD for ffn in experts])
     act: Any = ACT2FN[first.activation]
 
@@ -101,42 +101,52 @@ def compute_expert_statistics(
         if top_k:
             largest_PK = h_PM.abs_().topk(top_k, dim=-1, sorted=False).indices
             marks.append(largest_PK.int().cpu())
-    broken = (~energy_EM.isfinite().all(dim=1)).nonzero()[:, 0].tolist()
-    if broken:
-        raise BrokenExpertsError(broken)
-    tokens_E = [one.tokens for one in inputs]
+    finite_E = energy_EM.isfinite().all(dim=1)
+    if not finite_E.all():
+        broken = (~finite_E).nonzero()[:, 0]
+        raise BrokenExpertsError(broken.tolist())
+
+    tokens_E = [expert_inputs.tokens for expert_inputs in inputs]
+    energy = energy_EM.cpu().numpy()
+    total = sum_EM.cpu().numpy()
     marks_E = torch.cat(marks).split(tokens_E) if marks else None
     x_E = torch.cat(sample_x).split(sampled_E) if kind.sample else None
     h_E = torch.cat(sample_h).split(sampled_E) if kind.sample else None
-    energy = energy_EM.cpu().numpy()
-    total = sum_EM.cpu().numpy()
-    return [
-        Statistics(
-            tokens_E[e],
-            energy[e],
-            total[e],
-            None if marks_E is None else binary(marks_E[e].numpy(), neurons),
-            None if gram_EMM is None else gram_EMM[e],
-            None if x_E is None else x_E[e],
-            None if h_E is None else h_E[e],
+    statistics = []
+    for e, tokens in enumerate(tokens_E):
+        active = None
+        if marks_E is not None:
+            active = binary(marks_E[e].numpy(), neurons)
+        statistics.append(
+            Statistics(
+                tokens=tokens,
+                energy_F=energy[e],
+                sum_F=total[e],
+                active=active,
+                gram_FF=None if gram_EMM is None else gram_EMM[e],
+                sample_x_SD=None if x_E is None else x_E[e],
+                sample_h_SF=None if h_E is None else h_E[e],
+            )
         )
-        for e in range(count)
-    ]
+    return statistics
 
 
 def _sampled_rows(
-    block: _Block, inputs: Sequence[FFNInputs], sampled_E: list[int]
+    block: _Block,
+    inputs: Sequence[FFNInputs],
+    sampled_E: list[int],
 ) -> list[int]:
     """The block's rows that belong to samples; adds to how many each expert has."""
     rows: list[int] = []
-    place = 0
+    start = 0
     for e, size in enumerate(block.size_E):
+        end = start + size
         stride = sample_stride(inputs[e].tokens)
-        first = place + -block.seen_E[e] % stride
-        expert_rows = range(first, place + size, stride)
+        offset = -block.seen_E[e] % stride
+        expert_rows = range(start + offset, end, stride)
         sampled_E[e] += len(expert_rows)
         rows += expert_rows
-        place += size
+        start = end
     return rows
 
 
@@ -153,9 +163,7 @@ def _packed(inputs: Sequence[FFNInputs]) -> Iterator[_Block]:
                 size_E[e] += len(part_TD)
                 if sum(size_E) >= BLOCK_PAIRS:
                     yield _Block(torch.cat(parts), seen_E, size_E)
-                    seen_E = [
-                        a + b for a, b in zip(seen_E, size_E, strict=True)
-                    ]
+                    seen_E = list(map(add, seen_E, size_E))
                     size_E = [0] * count
                     parts = []
     if parts:
@@ -175,10 +183,9 @@ def grouped_linear(x_PD: Tensor, weight_END: Tensor, size_E: Tensor) -> Tensor:
     if can_group(x_PD):
         ends_E = size_E.cumsum(0, dtype=torch.int32)
         return nn.functional.grouped_mm(x_PD, weight_END.mT, offs=ends_E)
-    parts = zip(x_PD.split(size_E.tolist()), weight_END, strict=True)
-    return torch.cat(
-        [nn.functional.linear(x_TD, weight) for x_TD, weight in parts]
-    )
+    inputs_E = x_PD.split(size_E.tolist())
+    outputs_E = map(nn.functional.linear, inputs_E, weight_END)
+    return torch.cat(list(outputs_E))
 
 
 def grouped_gram(h_PM: Tensor, size_E: Tensor) -> Tensor:
@@ -186,4 +193,6 @@ def grouped_gram(h_PM: Tensor, size_E: Tensor) -> Tensor:
     if can_group(h_PM):
         ends_E = size_E.cumsum(0, dtype=torch.int32)
         return nn.functional.grouped_mm(h_PM.T, h_PM, offs=ends_E)
-    return torch.stack([h_TM.T @ h_TM for h_TM in h_PM.split(size_E.tolist())])
+    hidden_E = h_PM.split(size_E.tolist())
+    grams_E = [h_TM.T @ h_TM for h_TM in hidden_E]
+    return torch.stack(grams_E)

@@ -44,18 +44,21 @@ class FFNInputs:
         self._known: dict[StatisticsKind, Statistics] = {}
         start = 0
         for x_TD in blocks:
-            before = max(0, min(split.first_heldout - start, len(x_TD)))
-            if before:
-                self._fit.append(x_TD[:before].to(storage))
-            if before < len(x_TD):
-                self._heldout.append(x_TD[before:].to(storage))
-            start += len(x_TD)
+            tokens = len(x_TD)
+            cut = split.first_heldout - start
+            cut = max(0, min(cut, tokens))
+            if cut > 0:
+                self._fit.append(x_TD[:cut].to(storage))
+            if cut < tokens:
+                self._heldout.append(x_TD[cut:].to(storage))
+            start += tokens
 
     def apart(self, most: int) -> FFNInputs:
         """The same with tokens held out in any case, and about `most` to fit on."""
         view = copy.copy(self)
         view.hold_out = True
-        stride = -(-sum(map(len, self._fit)) // most)
+        tokens = sum(map(len, self._fit))
+        stride = -(-tokens // most)
         view._fit = [x_TD[::stride] for x_TD in self._fit]
         view.tokens = sum(map(len, view._fit))
         view._known = {}
@@ -63,19 +66,21 @@ class FFNInputs:
 
     def all(self) -> Iterator[Tensor]:
         """Blocks of all tokens."""
-        for x_TD in [*self._fit, *self._heldout]:
-            yield x_TD.to(self.device)
+        yield from self._on_device(self._fit)
+        yield from self._on_device(self._heldout)
 
     def fit(self) -> Iterator[Tensor]:
         """Blocks of the tokens to fit on."""
-        for x_TD in (
-            self._fit if self.hold_out else [*self._fit, *self._heldout]
-        ):
-            yield x_TD.to(self.device)
+        if self.hold_out:
+            return self._on_device(self._fit)
+        return self.all()
 
     def heldout(self) -> Iterator[Tensor]:
         """Blocks of the last tokens of the split."""
-        for x_TD in self._heldout:
+        return self._on_device(self._heldout)
+
+    def _on_device(self, blocks: list[Tensor]) -> Iterator[Tensor]:
+        for x_TD in blocks:
             yield x_TD.to(self.device)
 
     def statistics(self, ffn: DenseFFN, kind: StatisticsKind) -> Statistics:

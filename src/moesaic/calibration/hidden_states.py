@@ -1,10 +1,11 @@
 """Runs a model layer by layer over all calibration tokens.
 
-Only the inputs of the current layer are kept for all tokens; what else a layer is called with
-(position embeddings, masks) is recorded once per layer from the model's own forward, so that no
-family needs code of its own here.
+Only the inputs of the current layer are kept for all tokens; what else a layer is
+called with (position embeddings, masks) is recorded once per layer from the model's own
+forward, so that no family needs code of its own here.
 
-Shape suffixes: N samples, L tokens of a sample, D hidden_size, T tokens of a block.
+Shape suffixes: N samples, B those of a block, L tokens of a sample, D hidden_size,
+T tokens of a block, I inputs of a module.
 """
 
 from __future__ import annotations
@@ -32,52 +33,57 @@ class LayerCall:
 
 
 class Stream:
-    """The hidden states of all calibration tokens, at the entrance of the current layer."""
+    """The hidden states of all calibration tokens, on entering the current layer."""
 
     def __init__(self, ffns: FFNs, ids_NL: Tensor, device: torch.device):
-        self.ffns, self.device = ffns, device
-        self.block = max(1, BLOCK_TOKENS // ids_NL.shape[1])
-        # One sample is enough to see what layers are called with: samples have equal length and
-        # no padding, so masks and position embeddings broadcast over the batch.
-        first, self.calls = _bypass(ffns, ids_NL[:1])
-        shape = (*ids_NL.shape, first.shape[-1])
+        samples, length = ids_NL.shape
+        self.ffns = ffns
+        self.device = device
+        self.block = max(1, BLOCK_TOKENS // length)
+        # One sample is enough to see what layers are called with: samples have equal
+        # length and no padding, so masks and position embeddings broadcast over the
+        # batch.
+        first_1LD, self.calls = _bypass(ffns, ids_NL[:1])
+        hidden_size = first_1LD.shape[-1]
         self.hidden_NLD = torch.empty(
-            shape,
-            dtype=first.dtype,
-            device=_storage(first.nbytes * len(ids_NL), device),
+            (samples, length, hidden_size),
+            dtype=first_1LD.dtype,
+            device=_storage(first_1LD.nbytes * samples, device),
         )
-        for start in range(0, len(ids_NL), self.block):
-            part_BL = ids_NL[start : start + self.block]
-            self.hidden_NLD[start : start + self.block] = _bypass(
-                ffns, part_BL
-            )[0]
+        for start in range(0, samples, self.block):
+            end = start + self.block
+            hidden_BLD, _ = _bypass(ffns, ids_NL[start:end])
+            self.hidden_NLD[start:end] = hidden_BLD
         self._additive: dict[type[nn.Module], bool] = {}
 
     def ffn_inputs(self, layer: int) -> Iterator[Tensor]:
-        """Yields the inputs x (T, D) of a layer's FFN block by block; see `ffn_calls`."""
-        return (x.reshape(-1, x.shape[-1]) for x, *_ in self.ffn_calls(layer))
+        """Yields the inputs x (T, D) of a layer's FFN block by block.
+
+        See `ffn_calls`.
+        """
+        for x, *_ in self.ffn_calls(layer):
+            yield x.reshape(-1, x.shape[-1])
 
     def ffn_calls(self, layer: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yields what a layer's FFN is called with, block by block: x, and what a router chose.
+        """Yields what a layer's FFN is called with, block by block.
 
-        Where the layer's last step is to add what its FFN gives, the hidden states are left just
-        before that step, and attention need not run again: take all of the inputs, once, and
-        give them to `advance`.
+        That is x, and what a router chose. Where the layer's last step is to add what
+        its FFN gives, the hidden states are left just before that step, and attention
+        need not run again: take all of the inputs, once, and give them to `advance`.
         """
         additive = self._is_additive(layer)
-        for start, hidden in self._blocks():
+        for samples, hidden_BLD in self._blocks():
             if additive:
-                call, before = self._without_ffn(layer, hidden)
-                self.hidden_NLD[start : start + len(before)] = before.to(
-                    self.storage
-                )
+                call, residual_BLD = self._without_ffn(layer, hidden_BLD)
+                self.hidden_NLD[samples] = residual_BLD.to(self.storage)
             else:
-                call = self._until_ffn(layer, hidden)
+                call = self._until_ffn(layer, hidden_BLD)
             yield call
 
     @property
     def tokens(self) -> int:
-        return self.hidden_NLD.shape[0] * self.hidden_NLD.shape[1]
+        samples, length, _ = self.hidden_NLD.shape
+        return samples * length
 
     @property
     def storage(self) -> torch.device:
@@ -90,23 +96,32 @@ class Stream:
         layer: int,
         calls: Iterable[Tensor | tuple[Tensor, ...]] | None = None,
     ) -> None:
-        """Passes all tokens through a layer, or on from the inputs that its FFN has been given."""
+        """Passes all tokens through a layer.
+
+        Or on from the `calls` that its FFN has been given.
+        """
         if calls is not None and self._is_additive(layer):
-            ffn, hidden_TD = (
-                self.ffns.replaced(layer),
-                self.hidden_NLD.flatten(0, 1),
-            )
-            done = 0
-            for call in calls:
-                y_TD = ffn(*(call if isinstance(call, tuple) else (call,)))
-                hidden_TD[done : done + len(y_TD)] += y_TD.to(self.storage)
-                done += len(y_TD)
+            self._add_ffn(layer, calls)
             return
-        for start, hidden in self._blocks():
-            output = self._call(layer, hidden)
-            self.hidden_NLD[start : start + len(output)] = output.to(
-                self.hidden_NLD.device
-            )
+        for samples, hidden_BLD in self._blocks():
+            output_BLD = self._call(layer, hidden_BLD)
+            self.hidden_NLD[samples] = output_BLD.to(self.storage)
+
+    def _add_ffn(
+        self,
+        layer: int,
+        calls: Iterable[Tensor | tuple[Tensor, ...]],
+    ) -> None:
+        """Adds what the FFN gives to the hidden states just before that step."""
+        ffn = self.ffns.replaced(layer)
+        hidden_TD = self.hidden_NLD.flatten(0, 1)
+        start = 0
+        for call in calls:
+            arguments = call if isinstance(call, tuple) else (call,)
+            output_TD = ffn(*arguments)
+            end = start + len(output_TD)
+            hidden_TD[start:end] += output_TD.to(self.storage)
+            start = end
 
     def module_inputs(
         self, layer: int, paths: Sequence[str]
@@ -115,87 +130,90 @@ class Stream:
 
         One pass through the layer; the hidden states stay where they are.
         """
-        seen: dict[str, list[Tensor]] = {path: [] for path in paths}
+        inputs: dict[str, list[Tensor]] = {path: [] for path in paths}
         handles = []
         for path in paths:
             module = self.ffns.base.get_submodule(path)
-            handles.append(
-                module.register_forward_pre_hook(_keep_input(seen[path]))
-            )
+            hook = _keep_input(inputs[path])
+            handles.append(module.register_forward_pre_hook(hook))
         try:
-            for _, hidden in self._blocks():
-                self._call(layer, hidden)
+            for _, hidden_BLD in self._blocks():
+                self._call(layer, hidden_BLD)
         finally:
             for handle in handles:
                 handle.remove()
-        return seen
+        return inputs
 
-    def _blocks(self) -> Iterator[tuple[int, Tensor]]:
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Which samples a block holds, and their hidden states (B, L, D)."""
         for start in range(0, len(self.hidden_NLD), self.block):
-            yield (
-                start,
-                self.hidden_NLD[start : start + self.block].to(self.device),
-            )
+            samples = slice(start, start + self.block)
+            yield samples, self.hidden_NLD[samples].to(self.device)
 
     @torch.no_grad()
-    def _call(self, layer: int, hidden: Tensor) -> Tensor:
+    def _call(self, layer: int, hidden_BLD: Tensor) -> Tensor:
+        """The output (B, L, D) of a layer."""
         call = self.calls[layer]
         args, kwargs = send_to_device((call.args, call.kwargs), self.device)
-        output: Tensor = self.ffns.layers[layer](hidden, *args, **kwargs)
-        return output
+        module = self.ffns.layers[layer]
+        output_BLD: Tensor = module(hidden_BLD, *args, **kwargs)
+        return output_BLD
 
     @torch.no_grad()
     def _is_additive(self, layer: int) -> bool:
-        """Whether the layers of this class put out, to the last bit, x + FFN's output for some x.
+        """Whether layers of this class put out x + FFN's output for some x.
 
-        Not so where the output is normalised or scaled before it is added. Found out once, by
-        running the first block through the layer with its FFN and without.
+        To the last bit. Not so where the output is normalised or scaled before it is
+        added. Found out once, by running the first block through the layer with its FFN
+        and without.
         """
         kind = type(self.ffns.layers[layer])
         if kind not in self._additive:
-            self._additive[kind] = False
-            # Else the FFN is no module by itself before conversion, or not the only one.
-            if self.ffns.replaced_paths() == (self.ffns.ffn_path,):
-                _, hidden = next(self._blocks())
-                call, before = self._without_ffn(layer, hidden)
-                sum_BLD = before + self.ffns.replaced(layer)(*call).view_as(
-                    before
-                )
-                self._additive[kind] = torch.equal(
-                    sum_BLD, self._call(layer, hidden)
-                )
+            self._additive[kind] = self._adds_its_ffn(layer)
         return self._additive[kind]
 
+    def _adds_its_ffn(self, layer: int) -> bool:
+        # Else the FFN is no module by itself before conversion, or not the only one.
+        if self.ffns.replaced_paths() != (self.ffns.ffn_path,):
+            return False
+        _, hidden_BLD = next(self._blocks())
+        call, residual_BLD = self._without_ffn(layer, hidden_BLD)
+        ffn_output = self.ffns.replaced(layer)(*call)
+        sum_BLD = residual_BLD + ffn_output.view_as(residual_BLD)
+        output_BLD = self._call(layer, hidden_BLD)
+        return torch.equal(sum_BLD, output_BLD)
+
     def _without_ffn(
-        self, layer: int, hidden: Tensor
+        self,
+        layer: int,
+        hidden_BLD: Tensor,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What a layer's FFN is called with, and the layer's output if the FFN gave zeros."""
-        ffn, seen = self.ffns.replaced(layer), []
+        """What a layer's FFN is called with, and the layer's output without it."""
+        ffn = self.ffns.replaced(layer)
+        calls = []
 
         def silent(*call: Tensor) -> Tensor:
-            seen.append(call)
+            calls.append(call)
             return torch.zeros_like(call[0])
 
-        kept = ffn.__dict__.get("forward")
+        forward = ffn.__dict__.get("forward")
         ffn.forward = silent
         try:
-            output = self._call(layer, hidden)
+            output_BLD = self._call(layer, hidden_BLD)
         finally:
-            if kept is None:
-                del ffn.forward
-            else:
-                ffn.forward = kept
-        return seen[0], output
+            _restore_forward(ffn, forward)
+        return calls[0], output_BLD
 
-    def _until_ffn(self, layer: int, hidden: Tensor) -> tuple[Tensor, ...]:
+    def _until_ffn(self, layer: int, hidden_BLD: Tensor) -> tuple[Tensor, ...]:
         """What a layer's FFN is called with; nothing after it is run."""
 
         def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             raise _ReachedFFN(inputs)
 
-        handle = self.ffns.replaced(layer).register_forward_pre_hook(stop)
+        ffn = self.ffns.replaced(layer)
+        handle = ffn.register_forward_pre_hook(stop)
         try:
-            self._call(layer, hidden)
+            self._call(layer, hidden_BLD)
         except _ReachedFFN as reached:
             return reached.call
         finally:
@@ -205,12 +223,12 @@ class Stream:
         )
 
 
-def _keep_input(kept: list[Tensor]) -> Callable[..., None]:
+def _keep_input(inputs: list[Tensor]) -> Callable[..., None]:
     """A hook that keeps what a module is called with, a row for each token."""
 
     def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0]
-        kept.append(x.reshape(-1, x.shape[-1]))
+        inputs.append(x.reshape(-1, x.shape[-1]))
 
     return keep
 
@@ -224,62 +242,77 @@ class _ReachedFFN(Exception):
 
 @torch.no_grad()
 def _bypass(ffns: FFNs, ids_BL: Tensor) -> tuple[Tensor, list[LayerCall]]:
-    """Runs the base model with every layer skipped: what enters layer 0, and every layer's call."""
-    seen: list[Tensor] = []
+    """Runs the base model with every layer skipped.
+
+    Gives what enters layer 0, and every layer's call.
+    """
+    entering: list[Tensor] = []
     calls: list[LayerCall] = []
 
     def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(hidden_states)
+        entering.append(hidden_states)
         calls.append(LayerCall(args, kwargs))
         return hidden_states
 
-    kept = [layer.__dict__.get("forward") for layer in ffns.layers]
+    forwards = [layer.__dict__.get("forward") for layer in ffns.layers]
     for layer in ffns.layers:
         layer.forward = skip
     try:
         device = next(ffns.base.parameters()).device
         ffns.base(input_ids=ids_BL.to(device), use_cache=False)
     finally:
-        for layer, forward in zip(ffns.layers, kept, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
-    return seen[0], calls
+        for layer, forward in zip(ffns.layers, forwards, strict=True):
+            _restore_forward(layer, forward)
+    return entering[0], calls
 
 
-def _storage(needed: int, device: torch.device) -> torch.device:
-    """Keeps the hidden states on the GPU where they take less than a quarter of what is free."""
+def _restore_forward(module: Any, forward: Any) -> None:
+    """Gives back the forward that a module had of its own; None: it had none."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def _storage(needed_bytes: int, device: torch.device) -> torch.device:
+    """Where the hidden states are kept.
+
+    On the GPU where they take less than a quarter of what is free.
+    """
+    cpu = torch.device("cpu")
     if device.type != "cuda":
-        return torch.device("cpu")
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if needed < free / 4 else torch.device("cpu")
+        return cpu
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return device if needed_bytes < free_bytes / 4 else cpu
 
 
 @torch.no_grad()
 def check_stream(ffns: FFNs, ids_NL: Tensor) -> None:
-    """Makes sure that running layer by layer is what the model does, on a few tokens.
+    """Makes sure that running layer by layer is what the model does.
 
-    Raises MoesaicError for a family whose layers cannot be run one by one: they return more than
-    hidden states, or take inputs that depend on the tokens.
+    Tries a few tokens. Raises MoesaicError for a family whose layers cannot be run one
+    by one: they return more than hidden states, or take inputs that depend on the
+    tokens.
     """
-    few_NL = ids_NL[:2, :32]
-    few_NL = torch.cat([few_NL, few_NL.flip(1)])
+    first_NL = ids_NL[:2, :32]
+    probe_NL = torch.cat([first_NL, first_NL.flip(1)])
     device = next(ffns.base.parameters()).device
     outputs: list[Tensor] = []
-    handle = ffns.layers[-1].register_forward_hook(
-        lambda *call: outputs.append(call[2])
-    )
+
+    def keep_output(module: nn.Module, args: Any, output: Tensor) -> None:
+        outputs.append(output)
+
+    handle = ffns.layers[-1].register_forward_hook(keep_output)
     try:
-        ffns.base(input_ids=few_NL.to(device), use_cache=False)
+        ffns.base(input_ids=probe_NL.to(device), use_cache=False)
         handle.remove()
-        stream = Stream(ffns, few_NL, device)
+        stream = Stream(ffns, probe_NL, device)
         for layer in range(len(ffns.layers)):
             stream.advance(layer)
-        difference = (stream.hidden_NLD.to(device) - outputs[0]).float().norm()
-        relative = float(
-            difference / outputs[0].float().norm().clamp(min=1e-20)
-        )
+        output = outputs[0]
+        difference = stream.hidden_NLD.to(device) - output
+        size = output.float().norm().clamp(min=1e-20)
+        relative = float(difference.float().norm() / size)
     except (
         TypeError,
         ValueError,
@@ -288,15 +321,17 @@ def check_stream(ffns: FFNs, ids_NL: Tensor) -> None:
         IndexError,
         KeyError,
     ) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise MoesaicError(
             f"{ffns.name}: its layers cannot be run one by one ({reason})"
         ) from error
     finally:
         handle.remove()
-    tolerance = 1e-3 if outputs[0].dtype == torch.float32 else 5e-2
+    tolerance = 1e-3 if output.dtype == torch.float32 else 5e-2
     if relative > tolerance:  # not finite: the conversion will say where
         raise MoesaicError(
-            f"{ffns.name}: run one by one, its layers give something else (relative difference "
-            f"{relative:.2g}): they take more than hidden states; supported are {SUPPORTED}"
+            f"{ffns.name}: run one by one, its layers give something else "
+            f"(relative difference {relative:.2g}): they take more than hidden "
+            f"states; supported are {SUPPORTED}"
         )

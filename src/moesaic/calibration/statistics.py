@@ -61,21 +61,27 @@ class Statistics:
         Divided by `tokens` it is the paper's mu.
         """
         assert self.active is not None
-        return np.bincount(self.active.indices, minlength=self.active.shape[1])
+        neurons = self.active.shape[1]
+        return np.bincount(self.active.indices, minlength=neurons)
 
     def subset(self, index_N: NDArray[np.int64]) -> Statistics:
         """Of some neurons, in the order given; one that is named twice comes twice."""
-        gram_FF = self.gram_FF
-        sample_h_SF = self.sample_h_SF
+        active = self.active
+        if active is not None:
+            active = active[:, index_N]
+        gram_NN = self.gram_FF
+        if gram_NN is not None:
+            gram_NN = gram_NN[index_N][:, index_N]
+        sample_h_SN = self.sample_h_SF
+        if sample_h_SN is not None:
+            sample_h_SN = sample_h_SN[:, index_N]
         return replace(
             self,
             energy_F=self.energy_F[index_N],
             sum_F=self.sum_F[index_N],
-            active=None if self.active is None else self.active[:, index_N],
-            gram_FF=None if gram_FF is None else gram_FF[index_N][:, index_N],
-            sample_h_SF=None
-            if sample_h_SF is None
-            else sample_h_SF[:, index_N],
+            active=active,
+            gram_FF=gram_NN,
+            sample_h_SF=sample_h_SN,
         )
 
 
@@ -95,16 +101,17 @@ def compute_statistics(
     4 K bytes a token, the sample, and with `gram` 4 F^2 bytes. Raises MoesaicError
     where h is not finite.
     """
-    ffn = ffn.with_unit_rows() if kind.normalise else ffn
+    if kind.normalise:
+        ffn = ffn.with_unit_rows()
     neurons = ffn.intermediate_size
     device = ffn.up_FD.device
     top_k = min(kind.activation_top_k or 0, neurons)
     stride = sample_stride(tokens_to_come)
     energy_F = torch.zeros(neurons, dtype=torch.float64)
     sum_F = torch.zeros_like(energy_F)
-    gram_FF = (
-        torch.zeros(neurons, neurons, device=device) if kind.gram else None
-    )
+    gram_FF = None
+    if kind.gram:
+        gram_FF = torch.zeros(neurons, neurons, device=device)
     tokens = 0
     marks: list[Tensor] = []
     sample_x: list[Tensor] = []
@@ -113,9 +120,8 @@ def compute_statistics(
         if kind.normalise:
             x_TD = torch.nn.functional.normalize(x_TD, dim=-1)
         h_TF = ffn.hidden(x_TD).float()
-        energy_F += (
-            torch.linalg.vector_norm(h_TF, dim=0).square().cpu().double()
-        )
+        norm_F = torch.linalg.vector_norm(h_TF, dim=0)
+        energy_F += norm_F.square().cpu().double()
         sum_F += h_TF.sum(0).cpu().double()
         if gram_FF is not None:
             gram_FF.addmm_(h_TF.T, h_TF)
@@ -129,14 +135,18 @@ def compute_statistics(
             marks.append(largest_TK.int().cpu())
     if not torch.isfinite(energy_F).all():
         raise MoesaicError("the FFN's activations are not finite")
+    active = None
+    if marks:
+        active_TK = torch.cat(marks).numpy()
+        active = binary(active_TK, neurons)
     return Statistics(
-        tokens,
-        energy_F.numpy(),
-        sum_F.numpy(),
-        binary(torch.cat(marks).numpy(), neurons) if marks else None,
-        gram_FF,
-        torch.cat(sample_x) if sample_x else None,
-        torch.cat(sample_h) if sample_h else None,
+        tokens=tokens,
+        energy_F=energy_F.numpy(),
+        sum_F=sum_F.numpy(),
+        active=active,
+        gram_FF=gram_FF,
+        sample_x_SD=torch.cat(sample_x) if sample_x else None,
+        sample_h_SF=torch.cat(sample_h) if sample_h else None,
     )
 
 
@@ -148,7 +158,8 @@ def sample_stride(tokens: int) -> int:
 def binary(active_TK: NDArray[np.int32], neurons: int) -> csr_array:
     """The matrix of which a row's ones are at the K indices given, sparse."""
     tokens, top_k = active_TK.shape
-    ones = np.ones(active_TK.size, dtype=np.int32)
+    entries = active_TK.size
+    ones = np.ones(entries, dtype=np.int32)
     columns = active_TK.reshape(-1)
-    row_starts = np.arange(0, active_TK.size + 1, top_k, dtype=np.int64)
+    row_starts = np.arange(0, entries + 1, top_k, dtype=np.int64)
     return csr_array((ones, columns, row_starts), shape=(tokens, neurons))

@@ -228,7 +228,6 @@ class _Work:
             layers = plan.method.convert(self.dense, calibration, plan, run)
             values = self.evaluation.perplexities(self.dense)
         loads = [layer.expert_load for layer in layers if layer.expert_load]
-        sizes = plan.sizes
         return Cell(
             method=entry.label,
             role=entry.role,
@@ -240,7 +239,7 @@ class _Work:
             seed=seed,
             layout=plan.label,
             shape=plan.words,
-            active_ffn_fraction=sizes.active / sizes.total,
+            active_ffn_fraction=plan.macs.active_ffn_fraction,
             macs=plan.macs.total / plan.dense_macs.total,
             perplexity=values,
             relative_error=[layer.relative_error for layer in layers],

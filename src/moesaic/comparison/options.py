@@ -37,7 +37,7 @@ class CompareOptions:
     def __post_init__(self) -> None:
         names = [method.name for method in (*self.methods, *self.references)]
         if len(set(names)) < len(names):
-            raise MoesaicError(f"recipes {', '.join(names)}: each name once")
+            raise MoesaicError(f"methods {', '.join(names)}: each name once")
         if self.seeds < 1 or self.max_tokens < 2 or not self.sparsities:
             raise MoesaicError(
                 f"seeds {self.seeds}, max tokens {self.max_tokens}, sparsities "

@@ -39,14 +39,12 @@ from moesaic.parts.repair import TOKENS_PER_NEURON
 from moesaic.parts.thresholds import soft_choice
 
 ROUNDS = 4
-CHUNK = (
-    256  # tokens whose probabilities of all words are held at once, in float32
-)
+# Tokens whose probabilities of all words are held at once, in float32.
+CHUNK = 256
 STEP = 0.1  # of a layer's experts: the most that a round adds or takes
 LEAST = 0.05  # of a layer's experts that run on average; one at least
-TRIAL_TOKENS = (
-    8192  # to convert on in a round; more where least squares wants more
-)
+# To convert on in a round; more where least squares wants more.
+TRIAL_TOKENS = 8192
 PROBE_TOKENS = 4096  # of those held out, which no weight is fitted to
 
 Budgets = tuple[int, ...]
@@ -67,7 +65,7 @@ def share_budgets(
     calibration: CalibrationSet,
     device: torch.device,
     seed: int,
-    tell: Callable[[str], Any] = lambda line: None,
+    log: Callable[[str], Any] = lambda line: None,
 ) -> Plan:
     """The plan with the budgets of layers that its method's strategy gives.
 
@@ -82,7 +80,7 @@ def share_budgets(
     method = plan.method
     if not isinstance(method, FFNMethod) or method.layer_budgets == "uniform":
         return plan
-    if not _can_differ(plan, ffns, tell):
+    if not _can_differ(plan, ffns, log):
         return plan
     check_on(dense, device, "sharing a budget between layers differentiates")
     if torch.is_inference_mode_enabled():
@@ -93,64 +91,71 @@ def share_budgets(
     trial_set = _trial_set(plan, calibration)
     probes = max(PROBE_TOKENS // calibration.length, 1)
     probe_NL = calibration.heldout(probes).to(device)
-    with torch.no_grad():
-        wanted = [
-            dense(input_ids=ids_NL, use_cache=False).logits
-            for ids_NL in probe_NL.split(1)
-        ]
+    dense_logits = _logits(dense, probe_NL)
 
     def measure(budgets: Budgets) -> Trial:
+        trial_plan = plan.with_moe(plan.moe.with_budgets(budgets))
         with ffns.restored():
             stream = Stream(ffns, trial_set.windows_NL, device)
-            trial_plan = plan.with_moe(plan.moe.with_budgets(budgets))
             run = Run(stream, trial_plan, trial_set, seed, trial=True)
             run.replace_ffns(method)
-            modules: list[Any] = [
-                ffns.replaced(layer) for layer in plan.moe.layers
-            ]
-            return marginal_values(dense, modules, probe_NL, wanted)
+            layers = plan.moe.layers
+            blocks: list[Any] = [ffns.replaced(layer) for layer in layers]
+            return marginal_values(dense, blocks, probe_NL, dense_logits)
 
-    budgets = search_budgets(plan, measure, tell)
+    budgets = search_budgets(plan, measure, log)
     return plan.with_moe(plan.moe.with_budgets(budgets))
 
 
+@torch.no_grad()
+def _logits(model: Any, windows_NL: Tensor) -> list[Tensor]:
+    """Logits (1, T, V) of every window."""
+    logits = []
+    for ids_NL in windows_NL.split(1):
+        outputs = model(input_ids=ids_NL, use_cache=False)
+        logits.append(outputs.logits)
+    return logits
+
+
 def search_budgets(
-    plan: Plan, measure: Callable[[Budgets], Trial], tell: Callable[[str], Any]
+    plan: Plan, measure: Callable[[Budgets], Trial], log: Callable[[str], Any]
 ) -> Budgets:
     """The budgets of least KL divergence, of 1 + ROUNDS that are tried at most."""
     sizes = plan.sizes
     routed = sizes.num_routed
     layers = len(plan.moe.layers)
+    total = sizes.num_active * layers
     mean = sizes.num_active / routed
-    share_L = torch.full((layers,), mean, dtype=torch.float64)
     least = max(min(LEAST, mean / 2), 1 / routed)
-    what = "neurons" if sizes.expert == 1 else "experts"
+    share_L = torch.full((layers,), mean, dtype=torch.float64)
+    unit = "neurons" if sizes.expert == 1 else "experts"
     tried: dict[Budgets, Trial] = {}
     for _ in range(1 + ROUNDS):
-        budgets = whole_budgets(share_L, routed, sizes.num_active * layers)
+        budgets = whole_budgets(share_L, routed, total)
         if budgets not in tried:  # else too little has moved for whole experts
-            line = f"{what} per token {', '.join(map(str, budgets))}"
+            numbers = ", ".join(map(str, budgets))
+            line = f"{unit} per token {numbers}"
             try:
-                tried[budgets] = measure(budgets)
-            except (
-                MoesaicError
-            ) as error:  # diverged; what was tried before has not
+                trial = measure(budgets)
+            except MoesaicError as error:
+                # It diverged; what was tried before has not.
                 if not tried:
                     raise
-                tell(f"{line}: {error}")
+                log(f"{line}: {error}")
                 break
-            tell(f"{line}: KL divergence {tried[budgets].divergence:.4f}")
+            tried[budgets] = trial
+            log(f"{line}: KL divergence {trial.divergence:.4f}")
         share_L = moved(share_L, tried[budgets].value_L, least)
     return min(tried, key=lambda budgets: tried[budgets].divergence)
 
 
-def _can_differ(plan: Plan, ffns: FFNs, tell: Callable[[str], Any]) -> bool:
+def _can_differ(plan: Plan, ffns: FFNs, log: Callable[[str], Any]) -> bool:
     """Whether there is anything to share."""
     sizes = plan.sizes
     if len(plan.moe.layers) < 2 or sizes.num_active == sizes.num_routed:
         return False
     if isinstance(ffns, Mixtures):
-        tell(
+        log(
             "the layers of a model that is a mixture already keep equal budgets"
         )
         return False
@@ -158,57 +163,79 @@ def _can_differ(plan: Plan, ffns: FFNs, tell: Callable[[str], Any]) -> bool:
 
 
 def _trial_set(plan: Plan, calibration: CalibrationSet) -> CalibrationSet:
-    fitted = TOKENS_PER_NEURON * plan.sizes.active
-    tokens = max(TRIAL_TOKENS, fitted * HELD_OUT // (HELD_OUT - 1))
-    return calibration.fewer(max(-(-tokens // calibration.length), HELD_OUT))
+    """The part of the calibration set that a round converts on."""
+    to_fit = TOKENS_PER_NEURON * plan.sizes.active
+    with_heldout = to_fit * HELD_OUT // (HELD_OUT - 1)
+    tokens = max(TRIAL_TOKENS, with_heldout)
+    windows = math.ceil(tokens / calibration.length)
+    return calibration.fewer(max(windows, HELD_OUT))
 
 
 def marginal_values(
     model: Any,
     blocks: list[MoesaicReplacement],
     probe_NL: Tensor,
-    wanted: list[Tensor],
+    dense_logits: list[Tensor],
 ) -> Trial:
-    """m_l of every block (L,), and the KL divergence from the `wanted` logits (1, T, V) of windows.
+    """m_l of every block (L,), and the KL divergence from the dense model's logits.
 
-    One forward and backward pass, window by window; the weights get no gradients. A block all of
-    whose experts run gets the mean of the others. Raises MoesaicError where a figure is not finite.
+    These are (1, T, V) of each window. One forward and backward pass, window by window;
+    the weights get no gradients. A block all of whose experts run gets the mean of the
+    others. Raises MoesaicError where a figure is not finite.
     """
+    device = probe_NL.device
     shift_L = [
-        torch.zeros((), device=probe_NL.device, requires_grad=True)
-        for _ in blocks
+        torch.zeros((), device=device, requires_grad=True) for _ in blocks
     ]
-    bump_L = [torch.zeros((), device=probe_NL.device) for _ in blocks]
+    bump_L = [torch.zeros((), device=device) for _ in blocks]
     for layer, block in enumerate(blocks):
         block.view = _shifted(shift_L[layer], layer, bump_L)
-    loss = 0.0
+    divergence = 0.0
+    windows = zip(probe_NL.split(1), dense_logits, strict=True)
     with _without_gradients(model), torch.enable_grad():
-        for ids_NL, wanted_NTV in zip(probe_NL.split(1), wanted, strict=True):
+        for ids_NL, dense_NTV in windows:
             logits_TV = model(input_ids=ids_NL, use_cache=False).logits[0]
             slope_TV = torch.empty_like(logits_TV, requires_grad=False)
             for start in range(0, len(logits_TV), CHUNK):
-                some = slice(start, start + CHUNK)
-                log_p_TV = wanted_NTV[0, some].float().log_softmax(-1)
-                log_q_TV = logits_TV[some].detach().float().log_softmax(-1)
-                loss += float((log_p_TV.exp() * (log_p_TV - log_q_TV)).sum())
-                slope_TV[some] = (log_q_TV.exp() - log_p_TV.exp()).to(slope_TV)
+                chunk = slice(start, start + CHUNK)
+                divergence += _divergence(
+                    dense_NTV[0, chunk],
+                    logits_TV[chunk].detach(),
+                    slope_TV[chunk],
+                )
             logits_TV.backward(slope_TV)
-    slope_L = torch.stack(
-        [shift.grad for shift in shift_L if shift.grad is not None]
-    ).double()
+    divergence /= probe_NL.numel()
+    gradients = [shift.grad for shift in shift_L if shift.grad is not None]
+    slope_L = torch.stack(gradients).double()
     weight_L = torch.stack(bump_L).double()
-    free_L = weight_L > 0
-    value_L = torch.where(
-        free_L, -slope_L / weight_L.clamp(min=1e-30), 0.0
-    ).cpu()
-    value_L[~free_L.cpu()] = value_L.sum() / max(int(free_L.sum()), 1)
-    loss /= probe_NL.numel()
-    if not math.isfinite(loss) or not torch.isfinite(value_L).all():
+    value_L = _values(slope_L, weight_L)
+    if not math.isfinite(divergence) or not torch.isfinite(value_L).all():
         raise MoesaicError(
-            f"the KL divergence from the dense model is {loss}, or its gradient is not finite: "
-            "weights or activations are broken"
+            f"the KL divergence from the dense model is {divergence}, or its gradient is "
+            "not finite: weights or activations are broken"
         )
-    return Trial(value_L, loss)
+    return Trial(value_L, divergence)
+
+
+def _divergence(dense_TV: Tensor, logits_TV: Tensor, slope_TV: Tensor) -> float:
+    """KL(dense || model), summed over tokens; puts its gradient into `slope_TV`."""
+    log_p_TV = dense_TV.float().log_softmax(-1)
+    log_q_TV = logits_TV.float().log_softmax(-1)
+    p_TV = log_p_TV.exp()
+    divergence = (p_TV * (log_p_TV - log_q_TV)).sum()
+    slope_TV.copy_(log_q_TV.exp() - p_TV)
+    return float(divergence)
+
+
+def _values(slope_L: Tensor, weight_L: Tensor) -> Tensor:
+    """m_l; the mean of the others for a layer that has no expert to add."""
+    is_free_L = weight_L > 0
+    value_L = -slope_L / weight_L.clamp(min=1e-30)
+    value_L = torch.where(is_free_L, value_L, 0.0).cpu()
+    is_free_L = is_free_L.cpu()
+    free = int(is_free_L.sum())
+    value_L[~is_free_L] = value_L.sum() / max(free, 1)
+    return value_L
 
 
 def _shifted(shift: Tensor, layer: int, bump_L: list[Tensor]) -> View:
@@ -229,50 +256,65 @@ def _shifted(shift: Tensor, layer: int, bump_L: list[Tensor]) -> View:
 @contextmanager
 def _without_gradients(model: Any) -> Iterator[None]:
     """No weight of a model gets a gradient for a while."""
-    wanting = [
+    trainable = [
         parameter for parameter in model.parameters() if parameter.requires_grad
     ]
-    for parameter in wanting:
+    for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in wanting:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 
 def moved(share_L: Tensor, value_L: Tensor, least: float) -> Tensor:
-    """Shares of the same mean, by at most about STEP larger where an expert is worth more.
+    """Shares of the same mean, larger where an expert is worth more.
 
-    They stay within [least, 1].
+    By at most about STEP. They stay within [least, 1].
     """
     scale = value_L.abs().mean().clamp(min=1e-30)
-    step_L = STEP * ((value_L - value_L.mean()) / scale).clamp(-1, 1)
+    above_mean_L = (value_L - value_L.mean()) / scale
+    step_L = STEP * above_mean_L.clamp(-1, 1)
+    stepped_L = share_L + step_L
+    # By bisection: what is added to all, so that the mean stays within the bounds.
     low = -1.0
     high = 1.0
-    for _ in range(
-        60
-    ):  # what is added to all, so that the mean stays within the bounds
+    for _ in range(60):
         middle = (low + high) / 2
-        mean = (share_L + step_L + middle).clamp(least, 1).mean()
+        mean = (stepped_L + middle).clamp(least, 1).mean()
         if mean < share_L.mean():
             low = middle
         else:
             high = middle
-    return (share_L + step_L + high).clamp(least, 1)
+    return (stepped_L + high).clamp(least, 1)
 
 
 def whole_budgets(share_L: Tensor, routed: int, total: int) -> tuple[int, ...]:
-    """Whole experts (at least 1, at most `routed`) of the given sum, by the largest remainders."""
+    """Whole experts of the given sum, at least 1 and at most `routed` in a layer.
+
+    By the largest remainders.
+    """
     exact = [float(share) * routed for share in share_L]
     budgets = [min(max(int(value), 1), routed) for value in exact]
-    while (missing := total - sum(budgets)) != 0:
+    missing = total - sum(budgets)
+    while missing != 0:
         step = 1 if missing > 0 else -1
-        free = [
-            i
-            for i, budget in enumerate(budgets)
-            if 1 <= budget + step <= routed
-        ]
-        nearest = max(free, key=lambda i: step * (exact[i] - budgets[i]))
+        nearest = _nearest(exact, budgets, step, routed)
         budgets[nearest] += step
+        missing -= step
     return tuple(budgets)
+
+
+def _nearest(
+    exact: list[float], budgets: list[int], step: int, routed: int
+) -> int:
+    """The layer that a step brings closest to its exact budget."""
+    can_step = [
+        layer
+        for layer, budget in enumerate(budgets)
+        if 1 <= budget + step <= routed
+    ]
+    return max(
+        can_step, key=lambda layer: step * (exact[layer] - budgets[layer])
+    )

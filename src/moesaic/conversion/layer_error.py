@@ -27,9 +27,8 @@ from moesaic.parts.importance import output_norms
 from moesaic.parts.partition import Partition
 from moesaic.parts.repair import TOKENS_PER_NEURON, Repair
 
-MOST_TOKENS = (
-    1024  # the oracle needs every expert's output, so a sample must do
-)
+# The oracle needs every expert's output, so a sample must do.
+MOST_TOKENS = 1024
 
 
 @dataclass
@@ -83,12 +82,14 @@ class LayerReport:
     @property
     def better_static(self) -> str | None:
         """The static reference that loses less than this layer, if one does."""
-        names = ("static", "static-repaired")
-        known = [name for name in names if name in self.references]
-        if not known or self.router_recall is None:
+        errors = {}
+        for name in ("static", "static-repaired"):
+            if name in self.references:
+                errors[name] = self.references[name]
+        if not errors or self.router_recall is None:
             return None
-        best = min(known, key=lambda name: self.references[name])
-        return best if self.references[best] < self.relative_error else None
+        best = min(errors, key=lambda name: errors[name])
+        return best if errors[best] < self.relative_error else None
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,27 @@ class _Yardstick:
         self.h_TF = ffn.hidden(x_TD).float()
         self.down_FD = ffn.down_DF.float().T
         self.dense_TD = self.h_TF @ self.down_FD
-        energy = self.dense_TD.square().sum(dtype=torch.float64).item()
-        self.energy = max(energy, 1e-30)
+        self.energy = max(_energy(self.dense_TD), 1e-30)
 
     def error(self, y_TD: Tensor) -> float:
-        difference_TD = y_TD - self.dense_TD
-        return (
-            difference_TD.square().sum(dtype=torch.float64).item() / self.energy
-        )
+        """Of an output without its bias, relative to the dense one's energy."""
+        return _energy(y_TD - self.dense_TD) / self.energy
 
     def masked_error(self, mask_TF: Tensor) -> float:
-        return self.error((self.h_TF * mask_TF) @ self.down_FD)
+        """Of the dense FFN without the neurons whose mask is 0."""
+        h_TF = self.h_TF * mask_TF
+        return self.error(h_TF @ self.down_FD)
+
+
+def _energy(y_TD: Tensor) -> float:
+    return float(y_TD.square().sum(dtype=torch.float64))
+
+
+def _sample(inputs: FFNInputs, most: int) -> Tensor:
+    """Tokens that are held out (T, D), at most so many."""
+    x_TD = torch.cat(list(inputs.heldout()))
+    stride = -(-len(x_TD) // most)  # rounded up
+    return x_TD[::stride]
 
 
 @torch.no_grad()
@@ -138,8 +149,8 @@ def measure_layer(
     fitted to a sample here.
     """
     made: Made = getattr(replacement, "made", None) or Made()
-    x_TD = torch.cat(list(inputs.heldout()))
-    x_TD = x_TD[:: -(-len(x_TD) // (most or MOST_TOKENS))]
+    partition = made.partition
+    x_TD = _sample(inputs, most or MOST_TOKENS)
     yardstick = _Yardstick(ffn, x_TD)
     output_TD = replacement(x_TD).float()
     if ffn.down_bias_D is not None:
@@ -147,14 +158,9 @@ def measure_layer(
     static_N = _static_neurons(made, inputs, ffn, sizes)
     static_repair = _static_repair(made, inputs, ffn, static_N, sizes)
     references = _static_references(yardstick, static_N, static_repair)
-    routing = _routing(yardstick, ffn, replacement, made.partition, sizes)
-    if routing is not None and made.partition is not None:
-        for name, runs_TR in (
-            ("unrepaired", routing.chosen_TR),
-            ("oracle", routing.best_TR),
-        ):
-            mask_TF = _neuron_mask(made.partition, runs_TR, yardstick.h_TF)
-            references[name] = yardstick.masked_error(mask_TF)
+    routing = _routing(yardstick, ffn, replacement, partition, sizes)
+    if routing is not None and partition is not None:
+        references |= _expert_references(yardstick, partition, routing)
     references |= _token_references(yardstick, sizes.active, seed)
     report = LayerReport(
         layer=layer,
@@ -165,9 +171,7 @@ def measure_layer(
         references=references,
         repair=None if made.repair is None else made.repair.name,
         notes=list(made.notes),
-        kept_energy=[]
-        if made.partition is None
-        else made.partition.kept_energy,
+        kept_energy=[] if partition is None else partition.kept_energy,
     )
     if routing is not None:
         _add_routing(report, routing, sizes)
@@ -189,7 +193,8 @@ def _static_repair(
 ) -> Repair:
     if made.static_repair is not None:
         return made.static_repair
-    sample = inputs.apart(max(SAMPLE_TOKENS, TOKENS_PER_NEURON * sizes.active))
+    needed = TOKENS_PER_NEURON * sizes.active
+    sample = inputs.apart(max(SAMPLE_TOKENS, needed))
     return fit_static_reference(sample, ffn, static_N)
 
 
@@ -204,6 +209,18 @@ def _static_references(
         "static": yardstick.error(static_TD),
         "static-repaired": yardstick.error(repaired_TD),
     }
+
+
+def _expert_references(
+    yardstick: _Yardstick, partition: Partition, routing: _Routing
+) -> dict[str, float]:
+    """Errors of the experts that run, and of the best ones, none of them repaired."""
+    h_TF = yardstick.h_TF
+    chosen_TF = _neuron_mask(partition, routing.chosen_TR, h_TF)
+    unrepaired = yardstick.masked_error(chosen_TF)
+    best_TF = _neuron_mask(partition, routing.best_TR, h_TF)
+    oracle = yardstick.masked_error(best_TF)
+    return {"unrepaired": unrepaired, "oracle": oracle}
 
 
 def _token_references(
@@ -232,7 +249,8 @@ def _neuron_mask(
     """
     neurons_N = torch.from_numpy(partition.neurons_N).to(like_TF.device)
     mask_TN = partition.mask(runs_TR)
-    return torch.zeros_like(like_TF).index_add_(1, neurons_N, mask_TN)
+    mask_TF = torch.zeros_like(like_TF)
+    return mask_TF.index_add_(1, neurons_N, mask_TN)
 
 
 def _routing(
@@ -245,22 +263,27 @@ def _routing(
     """None for a replacement without routed experts."""
     if partition is None or not partition.experts_RM.size:
         return None
-    experts_RM = torch.from_numpy(partition.experts_RM).to(
-        yardstick.h_TF.device
-    )
+    h_TF = yardstick.h_TF
+    experts_RM = torch.from_numpy(partition.experts_RM).to(h_TF.device)
     grams_RMM = expert_grams(ffn, experts_RM)
-    energy_TR = expert_energies(yardstick.h_TF, experts_RM, grams_RMM)
+    energy_TR = expert_energies(h_TF, experts_RM, grams_RMM)
     best_TR = largest(energy_TR, sizes.num_active).bool()
-    return _Routing(replacement.chosen(yardstick.x_TD), best_TR, energy_TR)
+    chosen_TR = replacement.chosen(yardstick.x_TD)
+    return _Routing(chosen_TR, best_TR, energy_TR)
 
 
 def _add_routing(report: LayerReport, routing: _Routing, sizes: Sizes) -> None:
     """How well the router chooses, and how evenly."""
-    chosen_TR, best_TR = routing.chosen_TR, routing.best_TR
-    mass = max(routing.energy_TR.sum().item(), 1e-30)
-    report.router_recall = float((chosen_TR & best_TR).sum() / best_TR.sum())
-    report.mass_kept = (chosen_TR * routing.energy_TR).sum().item() / mass
-    report.oracle_mass = (best_TR * routing.energy_TR).sum().item() / mass
+    chosen_TR = routing.chosen_TR
+    best_TR = routing.best_TR
+    energy_TR = routing.energy_TR
+    hits = (chosen_TR & best_TR).sum()
+    mass = max(float(energy_TR.sum()), 1e-30)
+    chosen_mass = float((chosen_TR * energy_TR).sum())
+    best_mass = float((best_TR * energy_TR).sum())
+    report.router_recall = float(hits / best_TR.sum())
+    report.mass_kept = chosen_mass / mass
+    report.oracle_mass = best_mass / mass
     if sizes.expert == 1:  # as many as neurons: too many to list
         return
     load_R = chosen_TR.float().mean(0).tolist()
@@ -274,25 +297,25 @@ def _add_routing(report: LayerReport, routing: _Routing, sizes: Sizes) -> None:
 
 def largest(values_TF: Tensor, count: int) -> Tensor:
     """1 where a value is among the `count` largest of its row, 0 elsewhere."""
-    smallest = values_TF.shape[1] - count
-    few = min(count, smallest)  # of the fewer, since topk sorts what it finds
-    index = values_TF.topk(
-        few, dim=1, largest=few == count, sorted=False
-    ).indices
-    marks_TF = torch.full_like(values_TF, float(few != count))
-    return marks_TF.scatter_(1, index, float(few == count))
+    others = values_TF.shape[1] - count
+    # The fewer of the two are sought, since topk sorts what it finds.
+    seek_largest = count <= others
+    sought = min(count, others)
+    extremes = values_TF.topk(sought, dim=1, largest=seek_largest, sorted=False)
+    mark_of_extremes = float(seek_largest)
+    mark_of_others = float(not seek_largest)
+    marks_TF = torch.full_like(values_TF, mark_of_others)
+    return marks_TF.scatter_(1, extremes.indices, mark_of_extremes)
 
 
 @torch.no_grad()
 def linear_error(linear: Any, replacement: Any, inputs: FFNInputs) -> float:
     """Squared error of a linear layer's replacement over its output's energy."""
-    x_TD = torch.cat(list(inputs.heldout()))
-    x_TD = x_TD[:: -(-len(x_TD) // MOST_TOKENS)]
+    x_TD = _sample(inputs, MOST_TOKENS)
     dense_TD = linear(x_TD).float()
-    difference_TD = replacement(x_TD).float() - dense_TD
-    energy: float = dense_TD.square().sum(dtype=torch.float64).item()
-    lost: float = difference_TD.square().sum(dtype=torch.float64).item()
-    return lost / max(energy, 1e-30)
+    output_TD = replacement(x_TD).float()
+    lost = _energy(output_TD - dense_TD)
+    return lost / max(_energy(dense_TD), 1e-30)
 
 
 def linears_report(
@@ -301,11 +324,12 @@ def linears_report(
     """One report of a layer's linear layers: the mean of their errors."""
     split = calibration.split
     heldout = split.tokens - split.first_heldout
+    mean_error = sum(errors) / len(errors)
     return LayerReport(
         layer=layer,
         seconds=None,
         tokens=min(heldout, MOST_TOKENS),
         heldout=fitted,
-        relative_error=sum(errors) / len(errors),
+        relative_error=mean_error,
         references={},
     )

@@ -1,9 +1,10 @@
 """Perplexity, with its convention.
 
-The text is one row of tokens cut into consecutive windows of L tokens that do not overlap; each
-window is scored on its own and its first token is not predicted. Perplexity is
-exp(sum of the token losses / number of predicted tokens). A last, shorter window counts if it
-predicts anything. (Not the mean of per-window means, which weighs a short window too much.)
+The text is one row of tokens cut into consecutive windows of L tokens that do not
+overlap; each window is scored on its own and its first token is not predicted.
+Perplexity is exp(sum of the token losses / number of predicted tokens). A last, shorter
+window counts if it predicts anything. (Not the mean of per-window means, which weighs a
+short window too much.)
 
 Shape suffixes: B windows of a batch, L tokens, C tokens of a chunk, V vocabulary.
 """
@@ -34,8 +35,9 @@ def perplexity(
 ) -> tuple[float, int]:
     """Perplexity of a row of token ids, and the number of tokens predicted.
 
-    Costs one forward pass over the first `max_tokens` tokens. Raises MoesaicError for a text of
-    fewer than two tokens, ids outside the vocabulary and a loss that is not finite.
+    Costs one forward pass over the first `max_tokens` tokens. Raises MoesaicError for a
+    text of fewer than two tokens, ids outside the vocabulary and a loss that is not
+    finite.
     """
     if sequence_length < 2:
         raise MoesaicError(
@@ -48,37 +50,57 @@ def perplexity(
         raise MoesaicError(
             f"perplexity needs at least 2 tokens, the text has {len(ids)}"
         )
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
-        raise MoesaicError(
-            f"the text has tokens {int(ids.min())}..{int(ids.max())}, the model knows "
-            f"0..{vocabulary - 1}: the tokenizer is not this model's"
-        )
-    device = model.get_input_embeddings().weight.device
-    total, count = 0.0, 0
+    embeddings = model.get_input_embeddings().weight
+    _check_ids(ids, len(embeddings))
+
+    loss = 0.0
+    predicted = 0
     for ids_BL in _windows(ids, sequence_length):
-        logits_BLV = model(input_ids=ids_BL.to(device), use_cache=False).logits
-        targets_BL = ids_BL.to(logits_BLV.device)
-        for end in range(1, ids_BL.shape[1], _CHUNK):
-            some_BCV = logits_BLV[:, end - 1 : end - 1 + _CHUNK].float()
-            next_BC = targets_BL[:, end : end + _CHUNK]
-            some_BCV = some_BCV[:, : next_BC.shape[1]]
-            total += cross_entropy(some_BCV.mT, next_BC, reduction="sum").item()
-        count += ids_BL.shape[0] * (ids_BL.shape[1] - 1)
+        inputs_BL = ids_BL.to(embeddings.device)
+        logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
+        loss += _sum_of_losses(logits_BLV, ids_BL)
+        windows, length = ids_BL.shape
+        predicted += windows * (length - 1)
         if progress is not None:
             progress(ids_BL.numel())
-    if not math.isfinite(total):
+    mean_loss = loss / predicted
+    if not math.isfinite(loss):
         raise MoesaicError(
-            f"the model's loss is {total / count}: its weights or activations broke"
+            f"the model's loss is {mean_loss}: its weights or activations broke"
         )
-    return math.exp(min(total / count, 700.0)), count
+    return math.exp(min(mean_loss, 700.0)), predicted
+
+
+def _check_ids(ids: Tensor, vocabulary: int) -> None:
+    smallest = int(ids.min())
+    largest = int(ids.max())
+    if smallest < 0 or largest >= vocabulary:
+        raise MoesaicError(
+            f"the text has tokens {smallest}..{largest}, the model knows "
+            f"0..{vocabulary - 1}: the tokenizer is not this model's"
+        )
+
+
+def _sum_of_losses(logits_BLV: Tensor, ids_BL: Tensor) -> float:
+    """Of all tokens but the first of each window, chunk by chunk."""
+    targets_BL = ids_BL.to(logits_BLV.device)
+    length = targets_BL.shape[1]
+    loss = 0.0
+    for start in range(0, length - 1, _CHUNK):
+        end = min(start + _CHUNK, length - 1)
+        chunk_BCV = logits_BLV[:, start:end].float()
+        next_BC = targets_BL[:, start + 1 : end + 1]
+        loss += cross_entropy(chunk_BCV.mT, next_BC, reduction="sum").item()
+    return loss
 
 
 def _windows(ids: Tensor, length: int) -> Iterator[Tensor]:
-    whole = len(ids) // length * length
-    if whole:
-        yield from (
-            ids[:whole].view(-1, length).split(max(1, _BATCH_TOKENS // length))
-        )
-    if len(ids) - whole >= 2:
-        yield ids[None, whole:]
+    """Batches (B, L) of windows; a shorter last one by itself."""
+    in_windows = len(ids) // length * length
+    if in_windows > 0:
+        windows = ids[:in_windows].view(-1, length)
+        batch_size = max(1, _BATCH_TOKENS // length)
+        yield from windows.split(batch_size)
+    last = ids[in_windows:]
+    if len(last) >= 2:
+        yield last[None]

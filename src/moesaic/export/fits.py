@@ -36,7 +36,9 @@ def explain(
     check_converted_model(config, str(model))
     tokenizer = load_tokenizer(model, trust_remote_code)
     folder = Path(resolve(model))
-    trained = trained_parts(_stored(folder)) if folder.is_dir() else set()
+    trained: set[str] = set()
+    if folder.is_dir():
+        trained = trained_parts(_stored_parts(folder))
     return {
         name: reasons_against(config, name, tokenizer, trained)
         for name in FORMATS
@@ -58,10 +60,9 @@ def reasons_against(
             "--scale-lr 0"
         )
     if "selection_bias" in trained and target == "qwen2_moe":
-        other = TARGETS["glm4_moe"].supports(config)
-        advice = (
-            "fine-tune with --balance-rate 0" if other else "glm4_moe may fit"
-        )
+        advice = "glm4_moe may fit"
+        if TARGETS["glm4_moe"].supports(config):
+            advice = "fine-tune with --balance-rate 0"
         reasons.append(
             f"its router has a selection bias, qwen2_moe has none; {advice}"
         )
@@ -71,22 +72,21 @@ def reasons_against(
 def check_fits(model: str | Path, format: str, reasons: list[str]) -> None:
     """Raises MoesaicError where there are reasons against."""
     if reasons:
-        raise MoesaicError(
-            f"{model} does not fit {format}: {'; '.join(reasons)}"
-        )
+        joined = "; ".join(reasons)
+        raise MoesaicError(f"{model} does not fit {format}: {joined}")
 
 
 def trained_parts(tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Which parts of routers, that a conversion leaves at zero, are not."""
-    found = set()
+    trained = set()
     for key, tensor in tensors:
         for name in _TRAINED_PARTS:
             if key.endswith(name) and tensor.any():
-                found.add(name)
-    return found
+                trained.add(name)
+    return trained
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _stored_parts(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """These parts of a local model, read from its shards."""
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.export.gguf_vocab import read_vocabulary
-from moesaic.export.stock import dense_layers, sliding_layers
+from moesaic.export.stock import dense_layers, head_dim_of, sliding_layers
 
 ARCHITECTURES = {
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
 }
-OWN = ("float16", "q8_0")  # dtypes that folders are not written in
-DTYPES = ("auto", "float32", "bfloat16", *OWN)
+DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0")
 _KINDS = {
     "float32": Kind.F32,
     "bfloat16": Kind.BF16,
@@ -34,6 +33,8 @@ _FILE_TYPES = {
     Kind.F16: gguf.LlamaFileType.MOSTLY_F16,
     Kind.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
 }
+# Kinds that gguf takes as arrays of their own type, and not as bytes.
+_NUMPY_TYPES: dict[Kind, Any] = {Kind.F32: np.float32, Kind.F16: np.float16}
 _SHARED_GATE = 1e-6  # llama.cpp's gate of a shared expert is not finite at 0
 
 
@@ -45,14 +46,13 @@ def supports(config: Any, tokenizer: Any, architecture: str) -> list[str]:
         reasons.append(
             f"its rope scaling is {rope}; GGUF is written for none and linear"
         )
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if architecture == "qwen2_moe":
         if any(sliding_layers(config)):
             reasons.append("llama.cpp gives qwen2moe no sliding windows")
         if dense_layers(config):
             reasons.append("llama.cpp gives qwen2moe no dense layers")
-        if heads * head_dim != config.hidden_size:
+        attention_width = config.num_attention_heads * head_dim_of(config)
+        if attention_width != config.hidden_size:
             reasons.append(
                 "llama.cpp's qwen2moe wants heads * head_dim = hidden_size"
             )
@@ -69,8 +69,11 @@ def qwen2moe_route(
     logit_TR: Tensor, bias_R: Tensor, num_active: int
 ) -> tuple[Tensor, Tensor]:
     """llama.cpp's router for qwen2moe: gates are not normalised, W_down makes up for 1/R."""
-    p_TK, index_TK = logit_TR.softmax(1).topk(num_active, dim=1)
-    return index_TK, p_TK * logit_TR.shape[1]
+    num_routed = logit_TR.shape[1]
+    p_TR = logit_TR.softmax(1)
+    p_TK, index_TK = p_TR.topk(num_active, dim=1)
+    gate_TK = p_TK * num_routed
+    return index_TK, gate_TK
 
 
 @torch.no_grad()
@@ -81,8 +84,9 @@ def write(path: Path, stock: Any, tokenizer: Any, dtype: str) -> None:
     """
     config = stock.config
     architecture = ARCHITECTURES[config.model_type]
+    architecture_name = gguf.MODEL_ARCH_NAMES[architecture]
     kind = _KINDS[dtype]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = gguf.GGUFWriter(path, architecture_name)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(path.stem)
     writer.add_file_type(_FILE_TYPES[kind])
@@ -90,29 +94,49 @@ def write(path: Path, stock: Any, tokenizer: Any, dtype: str) -> None:
     _add_shape(writer, config)
     _add_tokenizer(writer, tokenizer, config)
     kinds = {}
-    for key, shape in _shapes(stock):
+    for key, tensor in _tensors(stock, "meta"):
+        shape = tuple(tensor.shape)
         kinds[key] = _kind_of(key, shape, kind)
-        stored = gguf.quant_shape_to_byte_shape(shape, kinds[key])
-        plain = kinds[key] in (Kind.F32, Kind.F16)
-        form = np.dtype(np.float32 if kinds[key] == Kind.F32 else np.float16)
-        writer.add_tensor_info(
-            key,
-            shape if plain else stored,
-            form if plain else np.dtype(np.uint8),
-            int(np.prod(stored)),
-            raw_dtype=kinds[key],
-        )
+        _add_tensor_info(writer, key, shape, kinds[key])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for key, tensor in _tensors(stock):
         values = tensor.detach().float().contiguous().numpy()
-        writer.write_tensor_data(gguf.quants.quantize(values, kinds[key]))
+        stored = gguf.quants.quantize(values, kinds[key])
+        writer.write_tensor_data(stored)
     writer.close()
 
 
+def _kind_of(key: str, shape: tuple[int, ...], kind: Kind) -> Kind:
+    """How one tensor is stored, where matrices are stored as `kind`."""
+    if len(shape) == 1 or "ffn_gate_inp" in key:
+        return Kind.F32
+    block_elements, _ = gguf.GGML_QUANT_SIZES[kind]
+    fits_blocks = shape[-1] % block_elements == 0
+    return kind if fits_blocks else Kind.F16
+
+
+def _add_tensor_info(
+    writer: Any, key: str, shape: tuple[int, ...], kind: Kind
+) -> None:
+    """Announces a tensor: floats by their shape, the others by that of their bytes."""
+    byte_shape = gguf.quant_shape_to_byte_shape(shape, kind)
+    num_bytes = int(np.prod(byte_shape))
+    numpy_type = _NUMPY_TYPES.get(kind)
+    if numpy_type is None:
+        shape = byte_shape
+        numpy_type = np.uint8
+    writer.add_tensor_info(
+        key, shape, np.dtype(numpy_type), num_bytes, raw_dtype=kind
+    )
+
+
 def _add_shape(writer: Any, config: Any) -> None:
-    rope, head_dim = config.rope_parameters, config.head_dim
+    rope = config.rope_parameters
+    head_dim = config.head_dim
+    rotary_factor = rope.get("partial_rotary_factor", 1.0)
+    rotated = int(head_dim * rotary_factor)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -124,9 +148,7 @@ def _add_shape(writer: Any, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(
-        int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    )
+    writer.add_rope_dimension_count(rotated)
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -141,55 +163,51 @@ def _add_shape(writer: Any, config: Any) -> None:
         writer.add_expert_weights_norm(True)
         writer.add_nextn_predict_layers(0)
     else:
+        shared_size = config.shared_expert_intermediate_size
         writer.add_expert_count(config.num_experts)
-        writer.add_expert_shared_feed_forward_length(
-            config.shared_expert_intermediate_size
-        )
+        writer.add_expert_shared_feed_forward_length(shared_size)
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
-    found = read_vocabulary(tokenizer, config.vocab_size)
-    writer.add_tokenizer_model(found.model)
-    writer.add_tokenizer_pre(found.pre)
-    writer.add_token_list(found.tokens)
-    writer.add_token_types(found.types)
-    if found.scores is not None:
-        writer.add_token_scores(found.scores)
-        writer.add_add_space_prefix(found.space_prefix)
-    if found.merges is not None:
-        writer.add_token_merges(found.merges)
-    ends = config.eos_token_id
-    for name, own, other in (
-        ("bos", tokenizer.bos_token_id, config.bos_token_id),
-        (
-            "eos",
-            tokenizer.eos_token_id,
-            ends[0] if isinstance(ends, list) else ends,
-        ),
-        ("pad", tokenizer.pad_token_id, config.pad_token_id),
-        ("unk", tokenizer.unk_token_id, None),
-    ):
-        index = other if own is None else own
+    vocabulary = read_vocabulary(tokenizer, config.vocab_size)
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.space_prefix)
+    if vocabulary.merges is not None:
+        writer.add_token_merges(vocabulary.merges)
+    for name, index in _special_tokens(tokenizer, config).items():
         if index is not None:
-            getattr(writer, f"add_{name}_token_id")(index)
+            add_token_id = getattr(writer, f"add_{name}_token_id")
+            add_token_id(index)
     ids = tokenizer("a")["input_ids"]
-    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
-    writer.add_add_eos_token(len(ids) > 1 and ids[-1] == tokenizer.eos_token_id)
+    starts_with_bos = bool(ids) and ids[0] == tokenizer.bos_token_id
+    ends_with_eos = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
+    writer.add_add_bos_token(starts_with_bos)
+    writer.add_add_eos_token(ends_with_eos)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _kind_of(key: str, shape: tuple[int, ...], kind: Kind) -> Kind:
-    if len(shape) == 1 or "ffn_gate_inp" in key:
-        return Kind.F32
-    block = gguf.GGML_QUANT_SIZES[kind][0]
-    return kind if shape[-1] % block == 0 else Kind.F16
-
-
-def _shapes(stock: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return (
-        (key, tuple(tensor.shape)) for key, tensor in _tensors(stock, "meta")
-    )
+def _special_tokens(tokenizer: Any, config: Any) -> dict[str, int | None]:
+    """The tokenizer's special tokens, or the configuration's where it names none."""
+    eos = config.eos_token_id
+    if isinstance(eos, list):
+        eos = eos[0]
+    of_config = {
+        "bos": config.bos_token_id,
+        "eos": eos,
+        "pad": config.pad_token_id,
+        "unk": None,
+    }
+    tokens: dict[str, int | None] = {}
+    for name, index in of_config.items():
+        of_tokenizer = getattr(tokenizer, f"{name}_token_id")
+        tokens[name] = index if of_tokenizer is None else of_tokenizer
+    return tokens
 
 
 def _tensors(
@@ -197,31 +215,32 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under GGUF's name for it, in one order; on `meta`, for its shape alone."""
     config = stock.config
-    names = gguf.get_tensor_name_map(
-        ARCHITECTURES[config.model_type], config.num_hidden_layers
-    )
-    ours = config.model_type == "qwen2_moe"
+    architecture = ARCHITECTURES[config.model_type]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    gate_ratio = 1.0
+    if config.model_type == "qwen2_moe":
+        # llama.cpp does not normalise its gates: softmax leaves 1/R, not 1/K.
+        gate_ratio = config.num_experts / config.num_experts_per_tok
     for key, tensor in stock.state_dict().items():
-        tensor = tensor if device is None else tensor.to(device)
+        if device is not None:
+            tensor = tensor.to(device)
         stem, _, suffix = key.rpartition(".")
         if key.endswith("mlp.experts.gate_up_proj"):
-            for part, half in zip(
-                ("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True
-            ):
-                yield f"{names.get_name(f'{stem}.{part}')}.weight", half
+            gate_name = names.get_name(f"{stem}.gate_proj")
+            up_name = names.get_name(f"{stem}.up_proj")
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"{gate_name}.weight", gate
+            yield f"{up_name}.weight", up
         elif key.endswith("mlp.experts.down_proj"):
-            # llama.cpp does not normalise the gates of qwen2moe: softmax leaves 1/R, not 1/K.
-            ratio = (
-                config.num_experts / config.num_experts_per_tok if ours else 1
-            )
-            yield f"{names.get_name(key)}.weight", tensor * ratio
+            name = names.get_name(key)
+            yield f"{name}.weight", tensor * gate_ratio
         elif key.endswith("e_score_correction_bias"):
-            yield f"{names.get_name(key.removesuffix('_bias'))}.bias", tensor
+            name = names.get_name(key.removesuffix("_bias"))
+            yield f"{name}.bias", tensor
         elif key.endswith("shared_expert_gate.weight"):
-            yield (
-                f"{names.get_name(stem)}.weight",
-                torch.full_like(tensor[0], _SHARED_GATE),
-            )
+            name = names.get_name(stem)
+            gate = torch.full_like(tensor[0], _SHARED_GATE)
+            yield f"{name}.weight", gate
         else:
             name = names.get_name(stem)
             if name is None:

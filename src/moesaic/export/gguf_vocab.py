@@ -50,122 +50,166 @@ def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
         raise MoesaicError(
             f"its tokenizer is {model['type']}, GGUF is written for BPE only"
         )
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    merges = _merges(model)
     if any(merge.count(" ") != 1 for merge in merges):
         raise MoesaicError(
             "its tokenizer merges tokens with spaces, which GGUF cannot hold"
         )
+    tokens, types = _tokens(spec, size)
+    if _is_sentencepiece(model):
+        _check_sentencepiece(spec)
+        return Vocabulary(
+            model="llama",
+            pre="default",
+            tokens=tokens,
+            types=types,
+            scores=_scores(tokens, merges),
+            merges=None,
+            space_prefix=_space_prefix(spec),
+        )
+    return Vocabulary(
+        model="gpt2",
+        pre=_pre(spec),
+        tokens=tokens,
+        types=types,
+        scores=None,
+        merges=merges,
+        space_prefix=False,
+    )
+
+
+def _is_sentencepiece(model: dict[str, Any]) -> bool:
+    return bool(model.get("byte_fallback"))
+
+
+def _merges(model: dict[str, Any]) -> list[str]:
+    """Pairs of tokens with a space between them; newer files hold them as lists."""
+    merges: list[str] = []
+    for merge in model["merges"]:
+        text = merge if isinstance(merge, str) else " ".join(merge)
+        merges.append(text)
+    return merges
+
+
+def _tokens(spec: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Every row's token, and its type as GGUF numbers them."""
+    model = spec["model"]
+    sentencepiece = _is_sentencepiece(model)
     by_id = {index: token for token, index in model["vocab"].items()}
     added = {token["id"]: token for token in spec["added_tokens"]}
-    sentencepiece = bool(model.get("byte_fallback"))
-    tokens, types = [], []
+    tokens = []
+    types = []
     for index in range(size):
-        kind = gguf.TokenType.NORMAL
         token = by_id.get(index)
+        kind = gguf.TokenType.NORMAL
         if index in added:
             token = added[index]["content"]
-            special = added[index]["special"]
-            kind = (
-                gguf.TokenType.CONTROL
-                if special
-                else gguf.TokenType.USER_DEFINED
-            )
+            kind = gguf.TokenType.USER_DEFINED
+            if added[index]["special"]:
+                kind = gguf.TokenType.CONTROL
         if token is None:
-            token, kind = f"[PAD{index}]", gguf.TokenType.UNUSED
+            token = f"[PAD{index}]"
+            kind = gguf.TokenType.UNUSED
         elif sentencepiece and token == model.get("unk_token"):
             kind = gguf.TokenType.UNKNOWN
-        elif sentencepiece and len(token) == 6 and token.startswith("<0x"):
+        elif sentencepiece and _is_byte(token):
             kind = gguf.TokenType.BYTE
         tokens.append(token)
         types.append(int(kind))
-    if sentencepiece:
-        _check_sentencepiece(spec)
-        return Vocabulary(
-            "llama",
-            "default",
-            tokens,
-            types,
-            _scores(tokens, merges),
-            None,
-            _space_prefix(spec),
-        )
-    return Vocabulary("gpt2", _pre(spec), tokens, types, None, merges, False)
+    return tokens, types
+
+
+def _is_byte(token: str) -> bool:
+    """Whether a token stands for one byte, as <0x0A> does."""
+    return len(token) == 6 and token.startswith("<0x")
 
 
 def _pre(spec: dict[str, Any]) -> str:
     """llama.cpp's name for how a byte-level tokenizer cuts text before it merges."""
-    if (spec["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+    normalizer = spec["normalizer"]
+    if normalizer and normalizer["type"] != "NFC":
         raise MoesaicError(
-            f"its tokenizer changes text by {spec['normalizer']['type']} first"
+            f"its tokenizer changes text by {normalizer['type']} first"
         )
-    parts = _parts(spec["pre_tokenizer"], "pretokenizers")
-    kinds = [part["type"] for part in parts]
-    pattern = None
-    if kinds[-1:] == ["ByteLevel"] and not parts[-1]["add_prefix_space"]:
-        if kinds == ["ByteLevel"] and parts[0]["use_regex"]:
-            pattern = _GPT2
-        elif kinds == ["Split", "ByteLevel"] and not parts[1]["use_regex"]:
-            usual = (
-                parts[0]["behavior"] == "Isolated" and not parts[0]["invert"]
-            )
-            pattern = parts[0]["pattern"].get("Regex") if usual else None
-    name = PRE_TOKENIZERS.get(pattern or "")
+    steps = _steps(spec["pre_tokenizer"], "pretokenizers")
+    name = PRE_TOKENIZERS.get(_pattern(steps) or "")
     if name is None:
+        kinds = " and ".join(step["type"] for step in steps)
+        known = ", ".join(PRE_TOKENIZERS.values())
         raise MoesaicError(
-            f"its tokenizer cuts text by {' and '.join(kinds) or 'nothing'} in a way that "
-            f"llama.cpp has no name for here ({', '.join(PRE_TOKENIZERS.values())} are known)"
+            f"its tokenizer cuts text by {kinds or 'nothing'} in a way that "
+            f"llama.cpp has no name for here ({known} are known)"
         )
-    if bool(spec["model"].get("ignore_merges")) != (name == "llama-bpe"):
+    ignores_merges = bool(spec["model"].get("ignore_merges"))
+    if ignores_merges != (name == "llama-bpe"):
         raise MoesaicError(
             f"its tokenizer merges otherwise than llama.cpp's {name}"
         )
     return name
 
 
+def _pattern(steps: list[dict[str, Any]]) -> str | None:
+    """The regular expression that text is cut by; None where there is not just one."""
+    kinds = [step["type"] for step in steps]
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        return None
+    byte_level = steps[-1]
+    if byte_level["add_prefix_space"]:
+        return None
+    if len(steps) == 1:
+        return _GPT2 if byte_level["use_regex"] else None
+    split = steps[0]
+    if byte_level["use_regex"] or split["invert"]:
+        return None
+    if split["behavior"] != "Isolated":
+        return None
+    pattern: str | None = split["pattern"].get("Regex")
+    return pattern
+
+
 def _check_sentencepiece(spec: dict[str, Any]) -> None:
     """Spaces become U+2581, perhaps with one in front; nothing else is known to llama.cpp."""
-    for step in _parts(spec["normalizer"], "normalizers"):
-        spaces = step["type"] == "Replace" and step["pattern"] == {
-            "String": " "
-        }
-        if not (step["type"] == "Prepend" or spaces):
+    for step in _steps(spec["normalizer"], "normalizers"):
+        kind = step["type"]
+        one_space = {"String": " "}
+        of_spaces = kind == "Replace" and step["pattern"] == one_space
+        if kind != "Prepend" and not of_spaces:
+            raise MoesaicError(f"its tokenizer changes text by {kind} first")
+    for step in _steps(spec["pre_tokenizer"], "pretokenizers"):
+        kind = step["type"]
+        if kind != "Metaspace":
             raise MoesaicError(
-                f"its tokenizer changes text by {step['type']} first"
-            )
-    for step in _parts(spec["pre_tokenizer"], "pretokenizers"):
-        if step["type"] != "Metaspace":
-            raise MoesaicError(
-                f"its tokenizer cuts text by {step['type']} before it merges"
+                f"its tokenizer cuts text by {kind} before it merges"
             )
 
 
-def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+def _steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     """The steps of a part of a tokenizer, which may be none, one or a sequence."""
     if step is None:
         return []
-    found: list[dict[str, Any]] = (
-        step[name] if step["type"] == "Sequence" else [step]
-    )
-    return found
+    if step["type"] != "Sequence":
+        return [step]
+    steps: list[dict[str, Any]] = step[name]
+    return steps
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     """llama.cpp merges the pair whose result scores highest: minus the rank of its first merge."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
-        ranks.setdefault(merge.replace(" ", ""), rank)
-    return [
-        -float(ranks[token]) if token in ranks else -float(len(ranks))
-        for token in tokens
-    ]
+        token = merge.replace(" ", "")
+        ranks.setdefault(token, rank)
+    last = len(ranks)
+    return [-float(ranks.get(token, last)) for token in tokens]
 
 
 def _space_prefix(spec: dict[str, Any]) -> bool:
-    found = json.dumps(
-        [spec["normalizer"], spec["pre_tokenizer"]], ensure_ascii=False
+    """Whether a space is put in front of a text."""
+    steps = [spec["normalizer"], spec["pre_tokenizer"]]
+    text = json.dumps(steps, ensure_ascii=False)
+    marks = (
+        '"Prepend"',
+        '"prepend_scheme": "always"',
+        '"prepend_scheme": "first"',
     )
-    return (
-        '"Prepend"' in found
-        or '"prepend_scheme": "always"' in found
-        or ('"prepend_scheme": "first"' in found)
-    )
+    return any(mark in text for mark in marks)

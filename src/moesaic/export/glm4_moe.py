@@ -19,6 +19,7 @@ from moesaic.export.stock import (
     common_reasons,
     common_state,
     dense_layers,
+    head_dim_of,
     shared_weights,
     sizes_of,
     sliding_layers,
@@ -32,14 +33,16 @@ def supports(config: Any) -> list[str]:
     """Why this architecture cannot hold a converted model; empty where it can."""
     reasons = common_reasons(config)
     if any(sliding_layers(config)):
+        window = config.sliding_window
         reasons.append(
-            f"its attention looks at windows of {config.sliding_window} tokens, glm4_moe at all; "
+            f"its attention looks at windows of {window} tokens, glm4_moe at all; "
             "qwen2_moe may fit"
         )
     dense = dense_layers(config)
     if dense != list(range(len(dense))):
+        numbers = ", ".join(str(layer) for layer in dense)
         reasons.append(
-            f"its layers {', '.join(map(str, dense))} are dense, in glm4_moe the first ones only; "
+            f"its layers {numbers} are dense, in glm4_moe the first ones only; "
             "qwen2_moe may fit"
         )
     if config.moesaic.first_sizes.num_routed == 1:
@@ -49,12 +52,14 @@ def supports(config: Any) -> list[str]:
 
 def warnings(config: Any) -> list[str]:
     """What a user should know: narrow heads are written wider."""
-    own, written = _head_dims(config)
-    if own == written:
+    dim, stock_dim = _head_dims(config)
+    if dim == stock_dim:
         return []
+    ratio = stock_dim / dim
     return [
-        f"its heads of {own} dimensions are filled up with zeros to {written}, since vLLM has no "
-        f"attention on a CPU for narrower ones: the cache takes {written / own:g} times the memory"
+        f"its heads of {dim} dimensions are filled up with zeros to {stock_dim}, "
+        "since vLLM has no attention on a CPU for narrower ones: the cache takes "
+        f"{ratio:g} times the memory"
     ]
 
 
@@ -63,19 +68,24 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """What the stock router does: experts by sigmoid + bias, gates normalised to a sum of K."""
     p_TR = logit_TR.sigmoid()
-    index_TK = (p_TR + bias_R / 4).topk(num_active, dim=1).indices
+    biased_TR = p_TR + bias_R / 4
+    index_TK = biased_TR.topk(num_active, dim=1).indices
     p_TK = p_TR.gather(1, index_TK)
-    return index_TK, p_TK / p_TK.sum(1, keepdim=True) * num_active
+    sum_T1 = p_TK.sum(1, keepdim=True)
+    gate_TK = p_TK / sum_T1 * num_active
+    return index_TK, gate_TK
 
 
 def stock_config(config: Any, dtype: torch.dtype) -> Glm4MoeConfig:
     sizes = sizes_of(config)
     common = common_config(config, dtype)
-    own, written = _head_dims(config)
-    if own != written:  # the same dimensions are rotated, by the same angles
-        part = int(own * common["partial_rotary_factor"]) / written
-        common |= {"head_dim": written, "partial_rotary_factor": part}
-        common["rope_parameters"]["partial_rotary_factor"] = part
+    dim, stock_dim = _head_dims(config)
+    if dim != stock_dim:  # the same dimensions are rotated, by the same angles
+        rotated = int(dim * common["partial_rotary_factor"])
+        factor = rotated / stock_dim
+        common["head_dim"] = stock_dim
+        common["partial_rotary_factor"] = factor
+        common["rope_parameters"]["partial_rotary_factor"] = factor
     return Glm4MoeConfig(
         **common,
         attention_bias=config.base_model_type == "qwen2",
@@ -96,61 +106,59 @@ def stock_config(config: Any, dtype: torch.dtype) -> Glm4MoeConfig:
 def stock_state(model: Any, factors: list[float]) -> dict[str, Tensor]:
     """The weights by this architecture's names; sigmoid has a slope of 1/4 at 0, so bias / 4."""
     state = common_state(model)
-    own, written = _head_dims(model.config)
-    if own != written:
-        state |= {
-            name: _wider(name, w, own, written) for name, w in state.items()
-        }
+    dim, stock_dim = _head_dims(model.config)
+    if dim != stock_dim:
+        for name, weight in state.items():
+            state[name] = _wider(name, weight, dim, stock_dim)
     moe = model.config.moesaic
     sizes = sizes_of(model.config)
     size = _shared_experts(sizes) * sizes.padded
-    for layer, block, factor in zip(
-        moe.layers, blocks(model), factors, strict=True
-    ):
-        router, experts, place = (
-            block.router,
-            block.experts,
-            f"model.layers.{layer}.mlp.",
-        )
-        state[f"{place}gate.weight"] = router.score_proj.weight * factor
+    layers = zip(moe.layers, blocks(model), factors, strict=True)
+    for layer, block, factor in layers:
+        router = block.router
+        experts = block.experts
+        prefix = f"model.layers.{layer}.mlp."
+        weight_RD = router.score_proj.weight * factor
         bias_R = router.selection_bias.float() * factor / 4
-        state[f"{place}gate.e_score_correction_bias"] = bias_R
-        state[f"{place}experts.gate_up_proj"] = experts.gate_up_proj
-        state[f"{place}experts.down_proj"] = experts.down_proj
+        state[f"{prefix}gate.weight"] = weight_RD
+        state[f"{prefix}gate.e_score_correction_bias"] = bias_R
+        state[f"{prefix}experts.gate_up_proj"] = experts.gate_up_proj
+        state[f"{prefix}experts.down_proj"] = experts.down_proj
         for name, weight in shared_weights(block, size).items():
-            state[f"{place}shared_experts.{name}"] = weight
+            state[f"{prefix}shared_experts.{name}"] = weight
     return state
 
 
 def _head_dims(config: Any) -> tuple[int, int]:
     """Dimensions of a head, and those that are written; a norm over a head leaves it as it is."""
-    own = (
-        getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads
-    )
-    return own, own if config.base_model_type == "qwen3" else max(
-        own, NARROWEST
-    )
+    dim = head_dim_of(config)
+    if config.base_model_type == "qwen3":
+        return dim, dim
+    return dim, max(dim, NARROWEST)
 
 
-def _wider(name: str, weight: Tensor, own: int, written: int) -> Tensor:
+def _wider(name: str, weight: Tensor, dim: int, stock_dim: int) -> Tensor:
     """A weight of the attention with zeros after every head's dimensions; others as they are.
 
     Scores are divided by the root of the written dimensions: the queries make up for it.
     """
+    filling = stock_dim - dim
     if name.endswith("o_proj.weight"):
-        weight_DHW = weight.unflatten(1, (-1, own))
-        return pad(weight_DHW, (0, written - own)).flatten(1)
-    if name.split(".")[-2] not in ("q_proj", "k_proj", "v_proj"):
+        weight_DHW = weight.unflatten(1, (-1, dim))
+        weight_DHW = pad(weight_DHW, (0, filling))
+        return weight_DHW.flatten(1)
+    module = name.split(".")[-2]
+    if module not in ("q_proj", "k_proj", "v_proj"):
         return weight
-    weight_HWD = weight.reshape(len(weight) // own, own, -1)
-    if ".q_proj." in name:
-        weight_HWD = weight_HWD * (written / own) ** 0.5
-    return pad(weight_HWD, (0, 0, 0, written - own)).reshape(
-        -1, *weight.shape[1:]
-    )
+    heads = len(weight) // dim
+    weight_HWD = weight.reshape(heads, dim, -1)
+    if module == "q_proj":
+        weight_HWD = weight_HWD * (stock_dim / dim) ** 0.5
+    weight_HWD = pad(weight_HWD, (0, 0, 0, filling))
+    return weight_HWD.reshape(-1, *weight.shape[1:])
 
 
 def _shared_experts(sizes: Sizes) -> int:
     """Shared experts have the routed ones' width here: as many as hold our shared neurons."""
-    return max(1, -(-sizes.shared // sizes.padded))
+    whole = -(-sizes.shared // sizes.padded)
+    return max(1, whole)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moesaic.modeling import MoEConfig
 from moesaic.output.model_card import Row, build_card, front_matter
 
 
 def export_card(report: Any, config: Any, licence: str | None) -> str:
     """README.md of an exported model."""
-    base: str = config.moesaic.base_model
-    layout: str = config.moesaic.layout
-    method: dict[str, Any] = config.moesaic.method
+    moe: MoEConfig = config.moesaic
+    base = moe.base_model
+    layout = moe.layout
+    base_name = Path(base).name
+    method = moe.name
+    about = moe.method["about"]
 
-    title = f"{Path(base).name}, {layout}, as {report.architecture}"
+    title = f"{base_name}, {layout}, as {report.architecture}"
     summary = (
         f"{base} with every dense feed-forward network cut into shared and routed experts by "
         "moesaic, written for stock engines."
@@ -24,7 +28,7 @@ def export_card(report: Any, config: Any, licence: str | None) -> str:
         ("Licence", licence or "as the base model's"),
         ("Architecture", f"{report.architecture}, without code of its own"),
         ("Layout", layout),
-        ("Method", f"`{method['name']}`: {method['about']}"),
+        ("Method", f"`{method}`: {about}"),
     ]
     rows += _scale_rows(report.scales)
     if report.comparison is not None:
@@ -43,10 +47,12 @@ def _scale_rows(scales: list[Any]) -> list[Row]:
     ]
 
 
-def _comparison_rows(found: Any) -> list[Row]:
-    logits = (
-        f"differ by {found.mean:.1e} of their rms, at most {found.largest:.1e}"
-    )
-    before = f"{found.original_perplexity:.4f}"
-    perplexity = f"{found.perplexity:.4f}, before the export {before}"
-    return [("Logits", logits), ("Perplexity", perplexity)]
+def _comparison_rows(comparison: Any) -> list[Row]:
+    mean = f"{comparison.mean:.1e}"
+    largest = f"{comparison.largest:.1e}"
+    after = f"{comparison.perplexity:.4f}"
+    before = f"{comparison.original_perplexity:.4f}"
+    return [
+        ("Logits", f"differ by {mean} of their rms, at most {largest}"),
+        ("Perplexity", f"{after}, before the export {before}"),
+    ]

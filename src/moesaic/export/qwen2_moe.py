@@ -17,11 +17,12 @@ from moesaic.export.stock import (
     common_reasons,
     common_state,
     dense_layers,
+    head_dim_of,
     shared_weights,
     sizes_of,
     sliding_layers,
 )
-from moesaic.modeling import Sizes
+from moesaic.modeling import Sizes, padded
 
 
 def supports(config: Any) -> list[str]:
@@ -38,42 +39,45 @@ def supports(config: Any) -> list[str]:
 
 def warnings(config: Any) -> list[str]:
     """What engines do otherwise than transformers."""
-    found = []
+    differences = []
     if any(sliding_layers(config)):
-        found.append(
+        differences.append(
             "vLLM's qwen2_moe knows no sliding windows: serve with --max-model-len "
             f"{config.sliding_window} there"
         )
-    heads = config.num_attention_heads
-    if (
-        getattr(config, "head_dim", None) or config.hidden_size // heads
-    ) * heads != (config.hidden_size):
-        found.append(
+    attention_width = config.num_attention_heads * head_dim_of(config)
+    if attention_width != config.hidden_size:
+        differences.append(
             "vLLM's qwen2_moe wants heads * head_dim = hidden_size: it will not load"
         )
-    return found
+    return differences
 
 
 def route(
     logit_TR: Tensor, bias_R: Tensor, num_active: int
 ) -> tuple[Tensor, Tensor]:
     """What the stock router does: experts by softmax, gates normalised; W_down makes up for K."""
-    p_TK, index_TK = logit_TR.softmax(1).topk(num_active, dim=1)
-    return index_TK, p_TK / p_TK.sum(1, keepdim=True) * num_active
+    p_TR = logit_TR.softmax(1)
+    p_TK, index_TK = p_TR.topk(num_active, dim=1)
+    sum_T1 = p_TK.sum(1, keepdim=True)
+    gate_TK = p_TK / sum_T1 * num_active
+    return index_TK, gate_TK
 
 
 def stock_config(config: Any, dtype: torch.dtype) -> Qwen2MoeConfig:
     sizes = sizes_of(config)
+    common = common_config(config, dtype)
     slides = sliding_layers(config)
+    any_slides = any(slides)
+    layer_types = [
+        "sliding_attention" if slide else "full_attention" for slide in slides
+    ]
     return Qwen2MoeConfig(
-        **common_config(config, dtype),
+        **common,
         qkv_bias=True,  # vLLM's always has them: zeros where the model has none
-        use_sliding_window=any(slides),
-        sliding_window=config.sliding_window if any(slides) else None,
-        layer_types=[
-            "sliding_attention" if slide else "full_attention"
-            for slide in slides
-        ],
+        use_sliding_window=any_slides,
+        sliding_window=config.sliding_window if any_slides else None,
+        layer_types=layer_types,
         moe_intermediate_size=sizes.padded,
         shared_expert_intermediate_size=_shared_size(sizes),
         num_experts=sizes.num_routed,
@@ -93,34 +97,30 @@ def stock_state(model: Any, factors: list[float]) -> dict[str, Tensor]:
     state = common_state(model)
     for name, weight in list(state.items()):
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            state.setdefault(
-                name.replace("weight", "bias"), weight.new_zeros(len(weight))
-            )
+            bias_name = name.replace("weight", "bias")
+            zeros = weight.new_zeros(len(weight))
+            state.setdefault(bias_name, zeros)
     moe = model.config.moesaic
     sizes = sizes_of(model.config)
-    for layer, block, factor in zip(
-        moe.layers, blocks(model), factors, strict=True
-    ):
-        router, experts, place = (
-            block.router,
-            block.experts,
-            f"model.layers.{layer}.mlp.",
-        )
-        state[f"{place}gate.weight"] = router.score_proj.weight * factor
-        state[f"{place}experts.gate_up_proj"] = experts.gate_up_proj
-        state[f"{place}experts.down_proj"] = (
-            experts.down_proj * sizes.num_active
-        )
-        for name, weight in shared_weights(block, _shared_size(sizes)).items():
+    size = _shared_size(sizes)
+    layers = zip(moe.layers, blocks(model), factors, strict=True)
+    for layer, block, factor in layers:
+        experts = block.experts
+        prefix = f"model.layers.{layer}.mlp."
+        weight_RD = block.router.score_proj.weight * factor
+        down = experts.down_proj * sizes.num_active
+        state[f"{prefix}gate.weight"] = weight_RD
+        state[f"{prefix}experts.gate_up_proj"] = experts.gate_up_proj
+        state[f"{prefix}experts.down_proj"] = down
+        for name, weight in shared_weights(block, size).items():
             scaled = weight * 2 if name == "down_proj.weight" else weight
-            state[f"{place}shared_expert.{name}"] = scaled
-        hidden = experts.down_proj.shape[1]
-        state[f"{place}shared_expert_gate.weight"] = (
-            experts.down_proj.new_zeros(1, hidden)
-        )
+            state[f"{prefix}shared_expert.{name}"] = scaled
+        hidden = down.shape[1]
+        gate = down.new_zeros(1, hidden)
+        state[f"{prefix}shared_expert_gate.weight"] = gate
     return state
 
 
 def _shared_size(sizes: Sizes) -> int:
     """In whole multiples of 8, as the experts; neurons of zero where there are none."""
-    return max(8, -(-sizes.shared // 8) * 8)
+    return max(8, padded(sizes.shared))

@@ -44,7 +44,7 @@ LONGEST_WINDOW = 512  # tokens of a window that models are compared on
 PROBE_TOKENS = 4096  # of text, on which the scale of the scores is chosen
 VERIFY_TOKENS = 16_384  # on which perplexities are measured
 UNFAITHFUL = (
-    0.05  # mean difference of logits over their rms that no rounding explains
+    0.05  # mean difference of logits over their rms: more than rounding
 )
 SHARD_SIZE = "5GB"
 
@@ -69,7 +69,8 @@ class ExportOptions:
     @property
     def target(self) -> ModuleType:
         """The stock architecture."""
-        return TARGETS[GGUF.get(self.format, self.format)]
+        name = GGUF.get(self.format, self.format)
+        return TARGETS[name]
 
     @property
     def route(self) -> Any:
@@ -136,23 +137,19 @@ def run_export(
     config = load_config(options.model, options.trust_remote_code)
     check_converted_model(config, str(options.model))
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
-    format = options.format
-    check_fits(
-        options.model, format, reasons_against(config, format, tokenizer, set())
-    )
+    _check_format(options, config, tokenizer, set())
     length = min(window_length([config], None), LONGEST_WINDOW)
-    ids = to_ids(options.verify or "demo", tokenizer, heldout=True)
+    text = options.verify or "demo"
+    ids = to_ids(text, tokenizer, heldout=True)
     progress(f"reading {options.model}")
     loaded, dtype = _load(options)
     trained = trained_parts(loaded.state_dict().items())
-    check_fits(
-        options.model,
-        format,
-        reasons_against(config, format, tokenizer, trained),
-    )
+    _check_format(options, config, tokenizer, trained)
     progress("choosing the scale of the scores")
-    scales = _choose_scales(options, loaded, ids[:PROBE_TOKENS], length)
-    stock = _build(options, loaded, [scale.factor for scale in scales])
+    probe_ids = ids[:PROBE_TOKENS]
+    scales = _choose_scales(options, loaded, probe_ids, length)
+    factors = [scale.factor for scale in scales]
+    stock = _build(options, loaded, factors)
     with new_path(options.output) as part:
         progress(f"writing {options.output}")
         stock = _write(options, part, stock, tokenizer, dtype)
@@ -164,13 +161,13 @@ def run_export(
                 loaded, stock, ids, length, VERIFY_TOKENS
             )
         report = ExportReport(
-            format,
-            stock.config.model_type,
-            str(options.output),
-            options.dtype,
-            scales,
-            comparison,
-            options.target.warnings(config),
+            format=options.format,
+            architecture=stock.config.model_type,
+            output=str(options.output),
+            dtype=options.dtype,
+            scales=scales,
+            comparison=comparison,
+            warnings=options.target.warnings(config),
         )
         if not options.one_file:
             _write_card(options, part, report, config)
@@ -183,9 +180,10 @@ def check_options(options: ExportOptions) -> None:
         raise unknown("format", options.format, FORMATS)
     known = gguf_file.DTYPES if options.one_file else DTYPES
     if options.dtype == "float16" and options.dtype not in known:
+        dtypes = ", ".join(DTYPES)
         raise MoesaicError(
             "dtype float16: the scaled router weights are below its range; "
-            f"{options.format} takes {', '.join(DTYPES)}"
+            f"{options.format} takes {dtypes}"
         )
     if options.dtype not in known:
         raise unknown("dtype", options.dtype, known)
@@ -194,13 +192,22 @@ def check_options(options: ExportOptions) -> None:
         raise MoesaicError(
             f"epsilon {epsilon} is outside (2^-24, 1); auto chooses about 2^-10"
         )
-    check_new(options.output, ".gguf" if options.one_file else "")
+    suffix = ".gguf" if options.one_file else ""
+    check_new(options.output, suffix)
+
+
+def _check_format(
+    options: ExportOptions, config: Any, tokenizer: Any, trained: set[str]
+) -> None:
+    """Raises MoesaicError where the format cannot hold the model."""
+    reasons = reasons_against(config, options.format, tokenizer, trained)
+    check_fits(options.model, options.format, reasons)
 
 
 def _load(options: ExportOptions) -> tuple[Any, str]:
     """The converted model, and the dtype that it is written in."""
-    asked = "auto" if options.one_file else options.dtype
-    loaded = load_model(options.model, asked, options.trust_remote_code)
+    load_dtype = "auto" if options.one_file else options.dtype
+    loaded = load_model(options.model, load_dtype, options.trust_remote_code)
     dtype = str(loaded.dtype).removeprefix("torch.")
     if dtype == "float16" and not options.one_file:
         raise MoesaicError(
@@ -209,7 +216,9 @@ def _load(options: ExportOptions) -> tuple[Any, str]:
         )
     if dtype == "float16":
         loaded = loaded.float()  # GGUF keeps the routers in float32
-    return loaded, dtype if options.dtype == "auto" else options.dtype
+    if options.dtype != "auto":
+        dtype = options.dtype
+    return loaded, dtype
 
 
 def _choose_scales(
@@ -271,8 +280,9 @@ def _write(
         return stock
     stock.save_pretrained(part, max_shard_size=SHARD_SIZE)
     tokenizer.save_pretrained(part)
-    # What was written counts, not what was meant to be.
-    return AutoModelForCausalLM.from_pretrained(part, dtype="auto").eval()
+    # Read again: what is in the files counts.
+    written = AutoModelForCausalLM.from_pretrained(part, dtype="auto")
+    return written.eval()
 
 
 def _check_faithful(
@@ -284,8 +294,9 @@ def _check_faithful(
     scales: list[Scale],
 ) -> None:
     """Raises MoesaicError where the two models do not agree on two windows."""
-    quick = compare_models(model, stock, ids[: 2 * length], length, 2 * length)
-    if quick.mean < UNFAITHFUL:
+    tokens = 2 * length
+    comparison = compare_models(model, stock, ids[:tokens], length, tokens)
+    if comparison.mean < UNFAITHFUL:
         return
     why = (
         "it computes something that this architecture does not: serve the model as it "
@@ -300,7 +311,7 @@ def _check_faithful(
         )
     raise MoesaicError(
         f"{options.model} as {stock.config.model_type} differs from the original by "
-        f"{quick.mean:.2g} of the logits' rms; {why}"
+        f"{comparison.mean:.2g} of the logits' rms; {why}"
     )
 
 
@@ -310,8 +321,10 @@ def _write_card(
     """The card and the report, beside the weights."""
     licence = licence_of(resolve(options.model))
     card = export_card(report, config, licence)
-    (part / "README.md").write_text(card, "utf-8")
+    card_path = part / "README.md"
+    card_path.write_text(card, "utf-8")
     values = {"moesaic": config.moesaic.to_dict()} | report.to_dict()
     del values["output"]  # a path of this machine
     text = json.dumps(values, indent=2)
-    (part / "moesaic_export.json").write_text(text + "\n", "utf-8")
+    report_path = part / "moesaic_export.json"
+    report_path.write_text(text + "\n", "utf-8")

@@ -22,9 +22,9 @@ EXPONENTS = range(-16, -3)  # of the scale times the scores' standard deviation
 # Root mean square of gate - 1 that is spent on keeping the choices. Gates that are further from 1
 # move what later layers choose by; nearer ones leave scores that float32 cannot tell apart.
 GATE_ERROR = 2.1e-4
-MOST_CHANGED = (
-    1 / 2000
-)  # share of tokens above which eight times as much is spent
+# Share of tokens that run other experts, above which LENIENCE times as much is spent.
+MOST_CHANGED = 1 / 2000
+LENIENCE = 8
 
 # Scaled scores (T, R) and scaled selection bias (R,) to chosen experts and their gates (T, K).
 Route = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -45,10 +45,11 @@ class Scale:
 
 def chosen(index_TK: Tensor, num_routed: int) -> Tensor:
     """Whether each expert runs (T, R)."""
-    none_TR = torch.zeros(
-        len(index_TK), num_routed, dtype=torch.bool, device=index_TK.device
+    tokens = len(index_TK)
+    runs_TR = torch.zeros(
+        tokens, num_routed, dtype=torch.bool, device=index_TK.device
     )
-    return none_TR.scatter_(1, index_TK, True)
+    return runs_TR.scatter_(1, index_TK, True)
 
 
 @torch.no_grad()
@@ -66,43 +67,54 @@ def choose_scale(
     that error. `epsilon` asks for the power of two nearest to epsilon / (standard deviation of the
     scores). 2 T D R FLOPs per scale tried.
     """
-    x_TD, weight_RD, bias_R = x_TD.float(), weight_RD.float(), bias_R.float()
+    x_TD = x_TD.float()
+    weight_RD = weight_RD.float()
+    bias_R = bias_R.float()
+    num_routed = len(weight_RD)
     score_TR = x_TD @ weight_RD.T
-    spread = float((score_TR - score_TR.mean(1, keepdim=True)).std()) or 1.0
+    spread = _spread(score_TR)
+    biased_TR = score_TR + bias_R
+    index_TK = biased_TR.topk(num_active, dim=1).indices
+    original_TR = chosen(index_TK, num_routed)
+    exponents = list(EXPONENTS)
+    if epsilon is not None:
+        exponents = [round(math.log2(epsilon))]
+    best = None
+    for exponent in exponents:
+        factor = 2.0 ** (exponent - round(math.log2(spread)))
+        scaled_RD = weight_RD * factor
+        logit_TR = x_TD @ scaled_RD.T
+        index_TK, gate_TK = route(logit_TR, bias_R * factor, num_active)
+        changed_T = (chosen(index_TK, num_routed) != original_TR).any(1)
+        changed = changed_T.double().mean().item()
+        scale = Scale(factor, _gate_error(gate_TK), changed)
+        if best is not None:
+            few_changed = best.changed <= MOST_CHANGED
+            most = GATE_ERROR if few_changed else LENIENCE * GATE_ERROR
+            if scale.gate_error > most:
+                break
+        best = scale
+    assert best is not None
+    return best
+
+
+def _spread(score_TR: Tensor) -> float:
+    """Standard deviation of the scores around each token's mean; 1 where it is 0.
+
+    Raises MoesaicError where it is not finite.
+    """
+    mean_T1 = score_TR.mean(1, keepdim=True)
+    centred_TR = score_TR - mean_T1
+    spread = float(centred_TR.std()) or 1.0
     if not math.isfinite(spread):
         raise MoesaicError(
             "the router's scores are not finite: the model is broken"
         )
-    own_TR = chosen(
-        (score_TR + bias_R).topk(num_active, dim=1).indices, len(weight_RD)
-    )
-    exponents = (
-        list(EXPONENTS) if epsilon is None else [round(math.log2(epsilon))]
-    )
-    best = None
-    for exponent in exponents:
-        factor = 2.0 ** (exponent - round(math.log2(spread)))
-        index_TK, gate_TK = route(
-            x_TD @ (weight_RD * factor).T, bias_R * factor, num_active
-        )
-        changed = (
-            (chosen(index_TK, len(weight_RD)) != own_TR)
-            .any(1)
-            .double()
-            .mean()
-            .item()
-        )
-        found = Scale(
-            factor,
-            (gate_TK.double() - 1).square().mean().sqrt().item(),
-            changed,
-        )
-        few = best is None or best.changed <= MOST_CHANGED
-        if (
-            best is not None
-            and found.gate_error > (1 if few else 8) * GATE_ERROR
-        ):
-            break
-        best = found
-    assert best is not None
-    return best
+    return spread
+
+
+def _gate_error(gate_TK: Tensor) -> float:
+    """Root mean square of gate - 1."""
+    error_TK = gate_TK.double() - 1
+    mean_square = error_TK.square().mean()
+    return mean_square.sqrt().item()

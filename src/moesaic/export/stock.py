@@ -98,34 +98,36 @@ def sliding_layers(config: Any) -> list[bool]:
     used = getattr(config, "use_sliding_window", True)
     if not window or not used or window >= config.max_position_embeddings:
         return [False] * config.num_hidden_layers
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention"] * config.num_hidden_layers
-    )
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return [True] * config.num_hidden_layers
     return [kind == "sliding_attention" for kind in kinds]
+
+
+def head_dim_of(config: Any) -> int:
+    """Dimensions of an attention head."""
+    dim: int | None = getattr(config, "head_dim", None)
+    return dim or config.hidden_size // config.num_attention_heads
 
 
 def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The attributes that a stock configuration takes over as they are."""
     rope = dict(config.rope_parameters)
-    rope.setdefault(
-        "partial_rotary_factor",
-        getattr(config, "partial_rotary_factor", None) or 1.0,
-    )
-    heads = config.num_attention_heads
+    rotary_factor = getattr(config, "partial_rotary_factor", None) or 1.0
+    rope.setdefault("partial_rotary_factor", rotary_factor)
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": heads,
+        "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None)
-        or config.hidden_size // heads,
+        "head_dim": head_dim_of(config),
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": False,  # vLLM's glm4_moe takes no tied head: it is written out
+        # vLLM's glm4_moe takes no tied head: it is written out.
+        "tie_word_embeddings": False,
         "rope_parameters": rope,
         "partial_rotary_factor": rope["partial_rotary_factor"],
         "bos_token_id": config.bos_token_id,
@@ -141,26 +143,27 @@ def common_state(model: Any) -> dict[str, Tensor]:
     Phi-3's joint projections are cut; a head that is tied to the embeddings is one of its own.
     """
     config = model.config
+    moe: MoEConfig = config.moesaic
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-    path = prefix + config.moesaic.path + "."
-    converted = tuple(path.format(layer) for layer in config.moesaic.layers)
+    paths = [moe.replacement_path(layer) for layer in moe.layers]
+    converted = tuple(f"{prefix}{path}." for path in paths)
     state = {}
     for name, tensor in model.state_dict().items():
         if name.startswith(converted):
             continue
         if name.endswith("gate_up_proj.weight"):
-            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
-                state[name.replace("gate_up_proj", f"{part}_proj")] = half
+            gate, up = tensor.chunk(2)
+            state[name.replace("gate_up_proj", "gate_proj")] = gate
+            state[name.replace("gate_up_proj", "up_proj")] = up
         elif name.endswith("qkv_proj.weight"):
-            dim = getattr(config, "head_dim", None)
-            dim = dim or config.hidden_size // config.num_attention_heads
-            queries, keys = (
-                config.num_attention_heads * dim,
-                config.num_key_value_heads * dim,
-            )
-            parts = tensor.split([queries, keys, keys])
-            for letter, part in zip("qkv", parts, strict=True):
-                state[name.replace("qkv_proj", f"{letter}_proj")] = part
+            dim = head_dim_of(config)
+            query_rows = config.num_attention_heads * dim
+            key_rows = config.num_key_value_heads * dim
+            rows = [query_rows, key_rows, key_rows]
+            query, key, value = tensor.split(rows)
+            state[name.replace("qkv_proj", "q_proj")] = query
+            state[name.replace("qkv_proj", "k_proj")] = key
+            state[name.replace("qkv_proj", "v_proj")] = value
         elif name in model.all_tied_weights_keys:
             state[name] = tensor.clone()  # saving drops what shares its memory
         else:
@@ -191,13 +194,16 @@ def shared_weights(block: Any, size: int) -> dict[str, Tensor]:
     """The shared expert's weights, filled up with neurons of zero to `size` of them."""
     experts_down = block.experts.down_proj
     hidden = experts_down.shape[1]
-    found = {}
+    padded_weights = {}
     for name in ("gate_proj", "up_proj", "down_proj"):
-        dim = 1 if name == "down_proj" else 0
-        shape = (hidden, size) if dim else (size, hidden)
+        is_down = name == "down_proj"
+        neuron_dim = 1 if is_down else 0
+        shape = (hidden, size) if is_down else (size, hidden)
         weight = experts_down.new_zeros(shape)
         if block.shared_expert is not None:
-            own = getattr(block.shared_expert, name).weight.detach()
-            weight.narrow(dim, 0, own.shape[dim]).copy_(own)
-        found[f"{name}.weight"] = weight
-    return found
+            projection = getattr(block.shared_expert, name)
+            shared = projection.weight.detach()
+            neurons = shared.shape[neuron_dim]
+            weight.narrow(neuron_dim, 0, neurons).copy_(shared)
+        padded_weights[f"{name}.weight"] = weight
+    return padded_weights

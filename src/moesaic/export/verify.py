@@ -40,66 +40,77 @@ def compare_models(
 
     Two forward passes of each model over the windows and the text.
     """
-    windows_NL = ids[: len(ids) // length * length].view(-1, length)[:SAMPLES]
-    if not len(windows_NL):
-        windows_NL = ids[None]
+    windows_NL = _windows(ids, length)
     moe = model.config.moesaic
     sizes = sizes_of(model.config)
-    layers = blocks(model)
+    routers = [block.router for block in blocks(model)]
     stock_layers = [stock.model.layers[layer] for layer in moe.layers]
-    largest, total, energy = 0.0, 0.0, 0.0
-    differ = torch.zeros(len(layers), dtype=torch.float64)
+    stock_routers = [layer.mlp.gate for layer in stock_layers]
+    largest = 0.0
+    total = 0.0
+    energy = 0.0
+    changed = [0] * len(routers)  # tokens that run other experts, by layer
     for window_L in windows_NL:
-        with calls([block.router for block in layers]) as own:
-            own_LV = (
-                model(input_ids=window_L[None], use_cache=False)
-                .logits[0]
-                .float()
-            )
-        with calls([layer.mlp.gate for layer in stock_layers]) as routed:
-            stock_LV = (
-                stock(input_ids=window_L[None], use_cache=False)
-                .logits[0]
-                .float()
-            )
-        difference_LV = (own_LV - stock_LV).abs()
+        with calls(routers) as router_calls:
+            logit_LV = _logits(model, window_L)
+        with calls(stock_routers) as stock_calls:
+            stock_LV = _logits(stock, window_L)
+        difference_LV = (logit_LV - stock_LV).abs()
         largest = max(largest, difference_LV.max().item())
-        total += difference_LV.sum(dtype=torch.float64).item() / own_LV.shape[1]
-        energy += own_LV.square().mean(1).sum(dtype=torch.float64).item()
-        for layer, ((_, (own_TK, _)), (_, output)) in enumerate(
-            zip(own, routed, strict=True)
-        ):
-            own_TR = chosen(own_TK, sizes.num_routed)
-            differ[layer] += (
-                (own_TR != chosen(output[2], sizes.num_routed))
-                .any(1)
-                .sum()
-                .item()
-            )
+        vocabulary = logit_LV.shape[1]
+        total += difference_LV.sum(dtype=torch.float64).item() / vocabulary
+        energy_L = logit_LV.square().mean(1)
+        energy += energy_L.sum(dtype=torch.float64).item()
+        pairs = zip(router_calls, stock_calls, strict=True)
+        for layer, (router_call, stock_call) in enumerate(pairs):
+            _, (index_TK, _) = router_call
+            _, (_, _, stock_index_TK) = stock_call
+            runs_TR = chosen(index_TK, sizes.num_routed)
+            stock_runs_TR = chosen(stock_index_TK, sizes.num_routed)
+            changed_T = (runs_TR != stock_runs_TR).any(1)
+            changed[layer] += int(changed_T.sum())
     tokens = windows_NL.numel()
     rms = max((energy / tokens) ** 0.5, 1e-30)
+    mean = total / tokens
+    stock_perplexity, _ = perplexity(stock, ids, length, most_tokens)
+    original_perplexity, _ = perplexity(model, ids, length, most_tokens)
     return Comparison(
-        tokens,
-        largest / rms,
-        total / tokens / rms,
-        (differ / tokens).tolist(),
-        perplexity(stock, ids, length, most_tokens)[0],
-        perplexity(model, ids, length, most_tokens)[0],
+        tokens=tokens,
+        largest=largest / rms,
+        mean=mean / rms,
+        changed=[count / tokens for count in changed],
+        perplexity=stock_perplexity,
+        original_perplexity=original_perplexity,
     )
+
+
+def _windows(ids: Tensor, length: int) -> Tensor:
+    """The first SAMPLES windows (N, L) of a text; all of it where it is shorter."""
+    whole = len(ids) // length * length
+    windows_NL = ids[:whole].view(-1, length)[:SAMPLES]
+    if not len(windows_NL):
+        return ids[None]
+    return windows_NL
+
+
+def _logits(model: Any, window_L: Tensor) -> Tensor:
+    """Logits (L, V) of one window, in float32."""
+    output = model(input_ids=window_L[None], use_cache=False)
+    logit_LV: Tensor = output.logits[0]
+    return logit_LV.float()
 
 
 @contextmanager
 def calls(modules: list[Any]) -> Iterator[list[tuple[Tensor, Any]]]:
     """What each module is given and gives, in their order."""
-    seen: list[tuple[Tensor, Any]] = []
-    handles = [
-        module.register_forward_hook(
-            lambda module, args, output: seen.append((args[0], output))
-        )
-        for module in modules
-    ]
+    recorded: list[tuple[Tensor, Any]] = []
+
+    def record(module: Any, args: Any, output: Any) -> None:
+        recorded.append((args[0], output))
+
+    handles = [module.register_forward_hook(record) for module in modules]
     try:
-        yield seen
+        yield recorded
     finally:
         for handle in handles:
             handle.remove()
@@ -108,10 +119,11 @@ def calls(modules: list[Any]) -> Iterator[list[tuple[Tensor, Any]]]:
 @torch.no_grad()
 def router_inputs(model: Any, ids: Tensor, length: int) -> list[Tensor]:
     """Inputs (T, D) of every layer's router on a text, in windows of `length`."""
-    found: list[list[Tensor]] = [[] for _ in blocks(model)]
+    routers = [block.router for block in blocks(model)]
+    layers: list[list[Tensor]] = [[] for _ in routers]
     for window_L in ids.split(length):
-        with calls([block.router for block in blocks(model)]) as seen:
+        with calls(routers) as router_calls:
             model(input_ids=window_L[None], use_cache=False)
-        for kept, (x_TD, _) in zip(found, seen, strict=True):
-            kept.append(x_TD)
-    return [torch.cat(kept) for kept in found]
+        for inputs, (x_TD, _) in zip(layers, router_calls, strict=True):
+            inputs.append(x_TD)
+    return [torch.cat(inputs) for inputs in layers]

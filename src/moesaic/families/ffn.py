@@ -53,7 +53,8 @@ class DenseFFN:
     def gates(self, x_TD: Tensor) -> Tensor:
         """act(gate x) (T, F), by which up x is multiplied; for an FFN with a gate."""
         assert self.gate_FD is not None
-        return self._activate(linear(x_TD, self.gate_FD, self.gate_bias_F))
+        gate_TF = linear(x_TD, self.gate_FD, self.gate_bias_F)
+        return self._activate(gate_TF)
 
     def _activate(self, x_TF: Tensor) -> Tensor:
         activation: Any = ACT2FN[self.activation]
@@ -67,20 +68,20 @@ class DenseFFN:
     def with_unit_rows(self) -> DenseFFN:
         """The same FFN, every row of gate and up of unit length (recipe cmoe-code)."""
         up_FD = normalize(self.up_FD, dim=1)
-        gate_FD = (
-            None if self.gate_FD is None else normalize(self.gate_FD, dim=1)
-        )
+        gate_FD = self.gate_FD
+        if gate_FD is not None:
+            gate_FD = normalize(gate_FD, dim=1)
         return replace(self, up_FD=up_FD, gate_FD=gate_FD)
 
     def subset(self, index_N: Tensor) -> DenseFFN:
         """The FFN of some neurons, in the order given; the output bias stays."""
-        chosen: dict[str, Any] = {
-            name: tensor[index_N]
-            for name, tensor in self.tensors().items()
-            if name not in ("down_DF", "down_bias_D")
-        }
-        chosen["down_DF"] = self.down_DF[:, index_N]
-        return replace(self, **chosen)
+        parts: dict[str, Any] = self.tensors()
+        parts.pop("down_bias_D", None)
+        down_DF = parts.pop("down_DF")
+        for name, rows in parts.items():
+            parts[name] = rows[index_N]
+        parts["down_DF"] = down_DF[:, index_N]
+        return replace(self, **parts)
 
     def tensors(self) -> dict[str, Tensor]:
         return {

@@ -32,13 +32,16 @@ def find_ffns(model: Any) -> FFNs:
 def _find_layers(model: Any) -> LayerStack:
     """The first list of as many modules as the model has layers."""
     name = type(model).__name__
-    base = getattr(model, model.base_model_prefix, model)
-    base_prefix = "" if base is model else model.base_model_prefix
-    count = model.config.get_text_config().num_hidden_layers
+    prefix = model.base_model_prefix
+    base = getattr(model, prefix, model)
+    if base is model:
+        prefix = ""
+    depth = model.config.get_text_config().num_hidden_layers
     for path, module in base.named_modules():
-        is_stack = isinstance(module, nn.ModuleList) and len(module) == count
-        if is_stack and count >= 1:
-            return LayerStack(name, base, base_prefix, module, path)
+        if not isinstance(module, nn.ModuleList):
+            continue
+        if len(module) == depth and depth >= 1:
+            return LayerStack(name, base, prefix, module, path)
     raise MoesaicError(
-        f"{name}: no stack of {count} layers found; supported are {SUPPORTED}"
+        f"{name}: no stack of {depth} layers found; supported are {SUPPORTED}"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -62,12 +63,11 @@ class GgufHeader:
     @property
     def kind(self) -> Kind:
         """How most of the weights are stored."""
-        elements: dict[Kind, int] = {}
+        elements: Counter[Kind] = Counter()
         for tensor in self.tensors:
-            elements[tensor.kind] = (
-                elements.get(tensor.kind, 0) + tensor.elements
-            )
-        return max(elements, key=elements.__getitem__)
+            elements[tensor.kind] += tensor.elements
+        ((most_used, _),) = elements.most_common(1)
+        return most_used
 
     @property
     def quantised(self) -> bool:
@@ -81,7 +81,8 @@ class GgufHeader:
             file_type = gguf.LlamaFileType(number)
         except ValueError:
             return self.kind.name
-        return file_type.name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        name = file_type.name.removeprefix("MOSTLY_")
+        return name.removeprefix("ALL_")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,9 +95,11 @@ class GgufHeader:
 
     def weights(self, without: str | None = None) -> int:
         """Numbers in all tensors, or in all but one."""
-        return sum(
-            tensor.elements for tensor in self.tensors if tensor.name != without
-        )
+        total = 0
+        for tensor in self.tensors:
+            if tensor.name != without:
+                total += tensor.elements
+        return total
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -145,7 +148,8 @@ def _check_header(header: GgufHeader, path: Path, size: int) -> None:
         raise MoesaicError(
             f"{path} holds no weights; fetch a GGUF of a whole model"
         )
-    end = max(header.data_start + _end(tensor) for tensor in header.tensors)
+    data_end = max(_end(tensor) for tensor in header.tensors)
+    end = header.data_start + data_end
     if size < end:
         raise MoesaicError(
             f"{path} is cut short: it has {size:,} bytes of {end:,}; fetch it again"
@@ -155,7 +159,8 @@ def _check_header(header: GgufHeader, path: Path, size: int) -> None:
 def _end(tensor: GgufTensor) -> int:
     """Where a tensor ends, in bytes after the start of the data."""
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
-    return tensor.start + tensor.elements // block_elements * block_bytes
+    blocks = tensor.elements // block_elements
+    return tensor.start + blocks * block_bytes
 
 
 class _Cursor:
@@ -174,7 +179,8 @@ class _Cursor:
         metadata = {}
         for _ in range(metadata_count):
             key = self.text()
-            metadata[key] = self.value(Value(self.number("<I")))
+            kind = Value(self.number("<I"))
+            metadata[key] = self.value(kind)
         tensors = [self.tensor() for _ in range(tensor_count)]
         alignment = metadata.get(
             "general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT
@@ -182,7 +188,8 @@ class _Cursor:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"its alignment is {alignment!r}")
         blocks_before_data = -(-self.place // alignment)
-        return GgufHeader(metadata, tensors, blocks_before_data * alignment)
+        data_start = blocks_before_data * alignment
+        return GgufHeader(metadata, tensors, data_start)
 
     def number(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self.data, self.place)
@@ -193,7 +200,8 @@ class _Cursor:
         length = self.number("<Q")
         start = self.place
         self.place += length
-        return self.data[start : self.place].decode("utf-8")
+        text = self.data[start : self.place]
+        return text.decode("utf-8")
 
     def value(self, kind: Value) -> Any:
         """A number or a text; None for an array, which is skipped."""
@@ -208,7 +216,8 @@ class _Cursor:
         kind = Value(self.number("<I"))
         count = self.number("<Q")
         if kind in _FORMATS:
-            self.place += count * struct.calcsize(_FORMATS[kind])
+            element_bytes = struct.calcsize(_FORMATS[kind])
+            self.place += count * element_bytes
             return
         for _ in range(count):
             self.skip_text(kind)
@@ -224,4 +233,5 @@ class _Cursor:
         dimensions = self.number("<I")
         shape = [self.number("<Q") for _ in range(dimensions)]
         kind = Kind(self.number("<I"))
-        return GgufTensor(name, prod(shape), kind, self.number("<Q"))
+        start = self.number("<Q")
+        return GgufTensor(name, prod(shape), kind, start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,10 @@ def resolve(model: str | Path) -> str:
         raise MoesaicError(
             f"{path} is a file; give a model folder, a .gguf file or a hub id"
         )
-    if str(model).count("/") > 1 or str(model).startswith((".", "/", "~")):
+    name = str(model)
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise MoesaicError(f"no such model folder: {path}")
-    return str(model)
+    return name
 
 
 def _check_folder(folder: Path) -> None:
@@ -62,11 +63,11 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is a PEFT adapter, and a whole model is needed here: fine-tune "
             "with --merge, or load it with PEFT and save merge_and_unload()"
         )
-    gguf_names = sorted(path.name for path in folder.glob("*.gguf"))
+    gguf_names = [path.name for path in folder.glob("*.gguf")]
     if gguf_names:
+        names = ", ".join(sorted(gguf_names))
         raise MoesaicError(
-            f"{folder} has no config.json but GGUF files; give one of them: "
-            f"{', '.join(gguf_names)}"
+            f"{folder} has no config.json but GGUF files; give one of them: {names}"
         )
     raise MoesaicError(f"{folder} is no model folder: it has no config.json")
 
@@ -87,19 +88,20 @@ def choose_device(device: str | torch.device) -> torch.device:
 
     Raises MoesaicError for a device that is not there.
     """
-    if str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = str(device).partition(":")[0]
+    name = str(device)
+    if name == "auto":
+        has_gpu = torch.cuda.is_available()
+        return torch.device("cuda" if has_gpu else "cpu")
+    kind, _, _ = name.partition(":")
     if kind not in _DEVICES:
-        raise unknown("device", str(device), ["auto", *_DEVICES])
+        raise unknown("device", name, ["auto", *_DEVICES])
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise MoesaicError(
-            f"device {str(device)!r} is not usable here ({reason}); try auto, cpu or "
-            "cuda"
+            f"device {name!r} is not usable here ({reason}); try auto, cpu or cuda"
         ) from error
     return chosen
 
@@ -114,18 +116,19 @@ def choose_dtype(dtype: str) -> Any:
 def context_of(config: Any) -> int:
     """Longest sequence that a model was made for; 2,048 where none is named."""
     text_config = config.get_text_config()
-    named = getattr(text_config, "max_position_embeddings", None)
-    return int(named or _DEFAULT_WINDOW)
+    context = getattr(text_config, "max_position_embeddings", None)
+    return int(context or _DEFAULT_WINDOW)
 
 
-def window_length(configs: list[Any], asked: int | None) -> int:
-    """Tokens of a window: `asked`, or the smaller of 2,048 and the contexts.
+def window_length(configs: list[Any], length: int | None) -> int:
+    """Tokens of a window: `length`, or the smaller of 2,048 and the contexts.
 
     Raises MoesaicError for a length that a context does not hold, or that predicts
     nothing.
     """
     context = min(context_of(config) for config in configs)
-    length = min(_DEFAULT_WINDOW, context) if asked is None else asked
+    if length is None:
+        length = min(_DEFAULT_WINDOW, context)
     if not 2 <= length <= context:
         raise MoesaicError(
             f"sequence length {length} is outside 2..{context}, the model's context"
@@ -136,8 +139,8 @@ def window_length(configs: list[Any], asked: int | None) -> int:
 def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
     """The configuration of a model, or of a config.json on its own."""
     path = Path(model)
-    alone = path.is_file() and path.suffix == ".json"
-    where = str(path) if alone else resolve(model)
+    is_config = path.is_file() and path.suffix == ".json"
+    where = str(path) if is_config else resolve(model)
     try:
         with _shown_to_transformers(where) as (place, options):
             config = AutoConfig.from_pretrained(
@@ -189,13 +192,14 @@ def check_converted(config: Any, model: str) -> None:
     Or contradicts itself, or is of an older form.
     """
     moe = config.moesaic
-    depth = config.get_text_config().num_hidden_layers
+    text_config = config.get_text_config()
+    hidden = text_config.hidden_size
+    depth = text_config.num_hidden_layers
     try:
-        if not isinstance(
-            moe, MoEConfig
-        ):  # read by code that came with the model
+        # A dictionary where code that came with the model has read it.
+        if not isinstance(moe, MoEConfig):
             moe = MoEConfig.from_dict(moe)
-        moe.check(config.get_text_config().hidden_size, depth)
+        moe.check(hidden, depth)
     except ConfigError as error:
         raise _config_error(model, error) from error
 
@@ -205,18 +209,19 @@ def _config_error(model: str | Path, error: ConfigError) -> MoesaicError:
 
 
 def _check_index(folder: Path) -> None:
-    """Shards of a local checkpoint must lie in its folder: names in an index are not trusted."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    """Shards of a local checkpoint must lie in its folder: an index is not trusted."""
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
         return
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        index = json.loads(path.read_text())
+        names = set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MoesaicError(f"{index} is damaged ({error!r})") from error
+        raise MoesaicError(f"{path} is damaged ({error!r})") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise MoesaicError(
-                f"{index} names {name!r}, which is no file of its folder"
+                f"{path} names {name!r}, which is no file of its folder"
             )
 
 
@@ -235,15 +240,16 @@ def load_model(
     fill them at random).
     """
     config = load_config(model, trust_remote_code)
-    where = resolve(model)
-    _check_index(Path(where))
-    if _is_gguf(Path(where)):
+    path = Path(resolve(model))
+    _check_index(path)
+    if _is_gguf(path):
         loaded, info = _read_gguf(model, config, dtype)
     else:
         loaded, info = _read_checkpoint(model, config, dtype, trust_remote_code)
     _check_loaded(model, config, info)
     try:
-        return loaded.to(device).eval()
+        loaded = loaded.to(device)
+        return loaded.eval()
     except torch.OutOfMemoryError as error:
         raise MoesaicError(
             f"{model} does not fit into the memory of {device}; try --device cpu"
@@ -273,9 +279,10 @@ def _read_gguf(
     """
     path = Path(model)
     header = read_header(path)
-    chosen = choose_dtype(dtype)
     options: dict[str, Any] = {"config": config}
-    options["dtype"] = header.dtype if chosen == "auto" else chosen
+    options["dtype"] = choose_dtype(dtype)
+    if dtype == "auto":
+        options["dtype"] = header.dtype
     # Newer versions of transformers can keep the weights quantised, and must not.
     gguf_config: Any = getattr(transformers, "GgufConfig", None)
     if gguf_config is not None:
@@ -286,7 +293,8 @@ def _read_gguf(
     _clear_gguf_marks(loaded.config, str(path))
     # A tied model has no output layer of its own, even where the file repeats it.
     tied = loaded.config.tie_word_embeddings
-    in_file = header.weights(without="output.weight" if tied else None)
+    repeated = "output.weight" if tied else None
+    in_file = header.weights(without=repeated)
     in_model = _distinct_weights(loaded)
     if in_file != in_model and not info.get("missing_keys"):
         raise MoesaicError(
@@ -329,22 +337,28 @@ def _from_pretrained(
 
 def _check_loaded(model: str | Path, config: Any, info: dict[str, Any]) -> None:
     """Raises MoesaicError unless checkpoint and configuration have the same weights."""
-    for what in ("missing", "mismatched"):
-        entries = info.get(f"{what}_keys") or ()
-        # A mismatched key comes with its two shapes.
-        keys = [
-            entry[0] if isinstance(entry, tuple) else entry for entry in entries
-        ]
-        if keys:
-            raise MoesaicError(
-                f"{model}: {len(keys)} weights are {what} in the checkpoint, among "
-                f"them {min(keys)}; fetch the model again"
-            )
-    left_out = _left_out(config, info.get("unexpected_keys") or ())
+    missing = info.get("missing_keys") or ()
+    mismatched = info.get("mismatched_keys") or ()
+    # A mismatched key comes with its two shapes.
+    mismatched_keys = [
+        entry[0] if isinstance(entry, tuple) else entry for entry in mismatched
+    ]
+    _check_none(model, "missing", missing)
+    _check_none(model, "mismatched", mismatched_keys)
+    unexpected = info.get("unexpected_keys") or ()
+    left_out = _left_out(config, unexpected)
     if left_out:
         raise MoesaicError(
             f"{model}: the checkpoint has weights that its config.json leaves out, "
             f"among them {left_out[0]}; one of the two is damaged"
+        )
+
+
+def _check_none(model: str | Path, problem: str, keys: Collection[str]) -> None:
+    if keys:
+        raise MoesaicError(
+            f"{model}: {len(keys)} weights are {problem} in the checkpoint, among "
+            f"them {min(keys)}; fetch the model again"
         )
 
 
@@ -356,13 +370,16 @@ def _left_out(config: Any, unexpected: Iterable[str]) -> list[str]:
     if config.model_type == "moesaic":
         return sorted(unexpected)
     depth = config.get_text_config().num_hidden_layers
-    return sorted(key for key in unexpected if _layer_of(key) >= depth)
+    beyond = [key for key in unexpected if _layer_of(key) >= depth]
+    return sorted(beyond)
 
 
 def _layer_of(key: str) -> int:
     """The number of a weight's layer, or -1."""
-    number = re.search(r"\.([0-9]+)\.", key)
-    return -1 if number is None else int(number[1])
+    match = re.search(r"\.([0-9]+)\.", key)
+    if match is None:
+        return -1
+    return int(match[1])
 
 
 def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
@@ -374,8 +391,9 @@ def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
                 place, trust_remote_code=trust_remote_code, **options
             )
     except Exception as error:  # transformers raises many kinds for one cause
+        line = _first_line(error)
         raise MoesaicError(
-            f"{model} has no usable tokenizer: {_first_line(error)}"
+            f"{model} has no usable tokenizer: {line}"
         ) from error
     tokenizer.name_or_path = where
     return tokenizer
@@ -392,13 +410,17 @@ def _model_type(where: Path) -> str | None:
         family = values["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    known_by_name = isinstance(family, str) and "auto_map" not in values
-    return family if known_by_name else None
+    if not isinstance(family, str) or "auto_map" in values:
+        return None
+    return family
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """The first line of an error that says something, or the error's kind."""
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()
+    return type(error).__name__
 
 
 def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
@@ -412,9 +434,11 @@ def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
 
 def source_of(model: Any) -> str | None:
     """From what the weights of a GGUF file were read, for a card; else None."""
-    if not isinstance(model, str | Path) or not _is_gguf(Path(model)):
+    if not isinstance(model, str | Path):
         return None
     path = Path(model)
+    if not _is_gguf(path):
+        return None
     header = read_header(path)
     verb = "dequantised" if header.quantised else "read"
     return f"{verb} from {path.name} ({header.quantisation})"
@@ -441,12 +465,12 @@ def dense_of(model: str | Path, config: Any) -> str | None:
     bare_name = Path(base).name == base and base not in ("", "..")
     if not bare_name:
         return None
-    folder = Path(model).absolute()
-    places = [Path(), folder.parent, folder.parent.parent]
-    for place in places:
-        candidate = place / base
+    converted = Path(model).absolute()
+    folders = [Path(), converted.parent, converted.parent.parent]
+    for folder in folders:
+        candidate = folder / base
         # A converted model may have its dense model's name, in another folder.
-        itself = candidate.absolute() == folder
-        if candidate.exists() and not itself:
+        is_itself = candidate.absolute() == converted
+        if candidate.exists() and not is_itself:
             return str(candidate)
     return None

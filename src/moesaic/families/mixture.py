@@ -54,9 +54,8 @@ class Mixtures(FFNs):
     every token runs: a "shared expert".
     """
 
-    mixed: tuple[
-        int, ...
-    ] = ()  # layers that have experts; the others stay as they are
+    # Layers that have experts; the others stay as they are.
+    mixed: tuple[int, ...] = ()
     num_outer: int = 0  # experts of a layer
     outer_active: int = 0  # of them run for a token
     beside_path: str | None = None  # within a layer
@@ -78,12 +77,10 @@ class Mixtures(FFNs):
         if self.beside_path is None:
             return None
         shared: Any = self.layers[layer].get_submodule(self.beside_path)
-        return DenseFFN(
-            up_FD=shared.up_proj.weight.detach(),
-            down_DF=shared.down_proj.weight.detach(),
-            activation=self.activation,
-            gate_FD=shared.gate_proj.weight.detach(),
-        )
+        gate_FD = shared.gate_proj.weight.detach()
+        up_FD = shared.up_proj.weight.detach()
+        down_DF = shared.down_proj.weight.detach()
+        return DenseFFN(up_FD, down_DF, self.activation, gate_FD)
 
     def prefixes(self, layer: int) -> list[str]:
         """Where the state dict keeps what replaces the experts, and the shared one."""
@@ -102,7 +99,8 @@ class Mixtures(FFNs):
 def experts_of(layer: nn.Module) -> str | None:
     """Path of a layer's module of routed experts, or None in a dense layer."""
     for path, _ in layer.named_modules():
-        if path.split(".")[-1] == "experts":
+        name = path.split(".")[-1]
+        if name == "experts":
             return str(path)
     return None
 
@@ -121,17 +119,20 @@ def find_mixtures(model: Any, stack: LayerStack) -> Mixtures | None:
     if not paths:
         return None
     first = min(paths)
-    experts: Any = stack.layers[first].get_submodule(paths[first])
+    layer = stack.layers[first]
+    path = paths[first]
+    experts: Any = layer.get_submodule(path)
+    outer_active = _active_experts(model, stack.name, experts)
     mixtures = Mixtures(
         **vars(stack),
-        ffn_path=paths[first],
+        ffn_path=path,
         identities=(),
         pattern=_FUSED_EXPERTS,
         mixed=tuple(sorted(paths)),
-        outer_active=_active_experts(model, stack.name, experts),
+        outer_active=outer_active,
         num_outer=len(experts.gate_up_proj),
         activation=activation_of(model, stack.name),
-        beside_path=_beside(stack.layers[first], paths[first]),
+        beside_path=_beside(layer, path),
     )
     for number, path in paths.items():
         _check_layer(mixtures, number, path)
@@ -165,12 +166,15 @@ def _beside(layer: nn.Module, experts_path: str) -> str | None:
     parent = layer.get_submodule(parent_path)
     for name, module in parent.named_children():
         if name in _SHARED_NAMES and matches(module, LLAMA):
-            return None if _has_biases(module) else f"{parent_path}.{name}"
+            if _has_biases(module):
+                return None
+            return f"{parent_path}.{name}"
     return None
 
 
 def _has_biases(module: nn.Module) -> bool:
-    return any(name.endswith("bias") for name, _ in module.named_parameters())
+    names = [name for name, _ in module.named_parameters()]
+    return any(name.endswith("bias") for name in names)
 
 
 def _unlike(experts: Any) -> str | None:
@@ -192,8 +196,8 @@ def _unlike(experts: Any) -> str | None:
         if getattr(experts, mark, usual) != usual:
             return "gate and up are interleaved, transposed or normalised"
     _, gate_up_rows, gate_up_columns = gate_up.shape
-    _, down_rows, down_columns = down.shape
-    if gate_up_rows != 2 * down_columns or gate_up_columns != down_rows:
+    _, hidden, neurons = down.shape
+    if gate_up_rows != 2 * neurons or gate_up_columns != hidden:
         return "their weights are not (E, 2m, d) and (E, d, m)"
     return None
 
@@ -209,16 +213,18 @@ def _check_layer(mixtures: Mixtures, layer: int, path: str) -> None:
     first = mixtures.mixed[0]
     first_experts: Any = mixtures.replaced(first)
     experts: Any = mixtures.layers[layer].get_submodule(path)
-    if path != mixtures.ffn_path or type(experts) is not type(first_experts):
+    same_class = type(experts) is type(first_experts)
+    if path != mixtures.ffn_path or not same_class:
         raise MoesaicError(
             f"{name}: layer {layer} has other experts than layer {first}"
         )
-    shape = first_experts.gate_up_proj.shape
+    first_shape = tuple(first_experts.gate_up_proj.shape)
     weight = experts.gate_up_proj
-    if weight.shape != shape:
+    shape = tuple(weight.shape)
+    if shape != first_shape:
         raise MoesaicError(
-            f"{name}: layer {layer} has experts of shape {tuple(weight.shape)}, layer "
-            f"{first} of {tuple(shape)}; layers of different shapes are not supported"
+            f"{name}: layer {layer} has experts of shape {shape}, layer {first} of "
+            f"{first_shape}; layers of different shapes are not supported"
         )
     if not weight.is_floating_point() or weight.element_size() < 2:
         raise MoesaicError(
@@ -234,25 +240,26 @@ def _check_layer(mixtures: Mixtures, layer: int, path: str) -> None:
 def _check_experts(mixtures: Mixtures, layer: int) -> None:
     """Compares each of our canonical experts with the module, on one random input."""
     module: Any = mixtures.replaced(layer)
-    experts = [
-        mixtures.read(layer, number) for number in range(mixtures.num_outer)
-    ]
-    x_TD = random_inputs(mixtures.num_outer, experts[0].up_FD)
-    index_TO = torch.arange(mixtures.num_outer, device=x_TD.device)[:, None]
+    count = mixtures.num_outer
+    experts = [mixtures.read(layer, number) for number in range(count)]
+    # As many tokens as experts, one for each.
+    x_TD = random_inputs(count, experts[0].up_FD)
+    index_T = torch.arange(count, device=x_TD.device)
+    index_TO = index_T[:, None]
     gate_TO = torch.full_like(x_TD[:, :1], 0.5)
     try:
         expected_TD = module(x_TD, index_TO, gate_TO)
-    except (
-        Exception
-    ) as error:  # whatever a module of another kind makes of inputs
+    # Whatever a module of another kind makes of inputs.
+    except Exception as error:
+        reason = reason_of(error)
         raise MoesaicError(
-            f"{mixtures.name}: the experts of layer {layer} cannot be run "
-            f"({reason_of(error)}); supported mixtures are {SUPPORTED_MIXTURES}"
+            f"{mixtures.name}: the experts of layer {layer} cannot be run ({reason}); "
+            f"supported mixtures are {SUPPORTED_MIXTURES}"
         ) from error
-    rows = [
-        expert.output(expert.hidden(x_1D))
-        for expert, x_1D in zip(experts, x_TD.split(1), strict=True)
-    ]
+    rows = []
+    for expert, x_1D in zip(experts, x_TD.split(1), strict=True):
+        h_1M = expert.hidden(x_1D)
+        rows.append(expert.output(h_1M))
     ours_TD = 0.5 * torch.cat(rows)
     if not torch.isfinite(expected_TD).all():
         return  # broken weights are reported by name, by the conversion

@@ -45,7 +45,9 @@ class Pattern:
     @property
     def projections(self) -> set[str]:
         names = {self.up, self.down}
-        return names if self.gate is None else names | {self.gate}
+        if self.gate is not None:
+            names.add(self.gate)
+        return names
 
 
 # Llama and most families after it.
@@ -76,9 +78,8 @@ class LayerStack:
 
     name: str  # of the model's class, for messages
     base: nn.Module
-    base_prefix: (
-        str  # of the base model within the model, "" where they are the same
-    )
+    # Of the base model within the model, "" where they are the same.
+    base_prefix: str
     layers: nn.ModuleList
     layers_path: str
 
@@ -129,25 +130,44 @@ class FFNs(LayerStack):
 
     def state_prefix(self, layer: int) -> str:
         """Where the state dict keeps what replaces this layer's FFN."""
-        parts = (self.base_prefix, self.layers_path, str(layer), self.ffn_path)
-        return ".".join(part for part in parts if part)
+        parts = [self.layers_path, str(layer), self.ffn_path]
+        if self.base_prefix:
+            parts.insert(0, self.base_prefix)
+        return ".".join(parts)
 
     def read(self, layer: int) -> DenseFFN:
         """The FFN of one layer in canonical form: views of its tensors, no copy."""
-        module = (
-            self.layers[layer] if self.pattern.inline else self.replaced(layer)
+        module = self.holder(layer)
+        pattern = self.pattern
+        up = getattr(module, pattern.up)
+        down = getattr(module, pattern.down)
+        up_FD = _weight(up)
+        up_bias_F = _bias(up)
+        gate_FD = None
+        gate_bias_F = None
+        if pattern.gate is not None:
+            gate = getattr(module, pattern.gate)
+            gate_FD = _weight(gate)
+            gate_bias_F = _bias(gate)
+        elif pattern.fused:
+            gate_FD, up_FD = up_FD.chunk(2)
+            if up_bias_F is not None:
+                gate_bias_F, up_bias_F = up_bias_F.chunk(2)
+        return DenseFFN(
+            up_FD=up_FD,
+            down_DF=_weight(down),
+            activation=self.activation,
+            gate_FD=gate_FD,
+            up_bias_F=up_bias_F,
+            gate_bias_F=gate_bias_F,
+            down_bias_D=_bias(down),
         )
-        up = getattr(module, self.pattern.up)
-        down = getattr(module, self.pattern.down)
-        rows = {"up_FD": _weight(up), "up_bias_F": _bias(up)}
-        if self.pattern.gate is not None:
-            gate = getattr(module, self.pattern.gate)
-            rows |= {"gate_FD": _weight(gate), "gate_bias_F": _bias(gate)}
-        elif self.pattern.fused:
-            rows = _gate_and_up(rows["up_FD"], rows["up_bias_F"])
-        columns = {"down_DF": _weight(down), "down_bias_D": _bias(down)}
-        parts: dict[str, Any] = rows | columns
-        return DenseFFN(activation=self.activation, **parts)
+
+    def holder(self, layer: int) -> nn.Module:
+        """The module that has the projections."""
+        if self.pattern.inline:
+            return self.layers[layer]
+        return self.replaced(layer)
 
 
 def _weight(projection: Any) -> Tensor:
@@ -158,20 +178,9 @@ def _weight(projection: Any) -> Tensor:
 
 def _bias(projection: Any) -> Tensor | None:
     bias: Tensor | None = projection.bias
-    return None if bias is None else bias.detach()
-
-
-def _gate_and_up(
-    fused: Tensor | None, fused_bias: Tensor | None
-) -> dict[str, Tensor | None]:
-    """Gate and up of a projection that holds the rows of both."""
-    assert fused is not None
-    gate, up = fused.chunk(2)
-    parts: dict[str, Tensor | None] = {"gate_FD": gate, "up_FD": up}
-    if fused_bias is not None:
-        gate_bias, up_bias = fused_bias.chunk(2)
-        parts |= {"gate_bias_F": gate_bias, "up_bias_F": up_bias}
-    return parts
+    if bias is None:
+        return None
+    return bias.detach()
 
 
 def find_dense_ffns(model: Any, stack: LayerStack) -> FFNs:
@@ -180,10 +189,14 @@ def find_dense_ffns(model: Any, stack: LayerStack) -> FFNs:
     Raises MoesaicError where it recognises none, or where layers differ.
     """
     path, pattern = _find_pattern(stack)
+    identities: tuple[str, ...] = ()
+    if pattern.inline:
+        path = pattern.up
+        identities = ("activation_fn", pattern.down)
     ffns = FFNs(
         **vars(stack),
-        ffn_path=pattern.up if pattern.inline else path,
-        identities=("activation_fn", pattern.down) if pattern.inline else (),
+        ffn_path=path,
+        identities=identities,
         pattern=pattern,
         activation=activation_of(model, stack.name),
     )
@@ -205,9 +218,10 @@ def _find_pattern(stack: LayerStack) -> tuple[str, Pattern]:
         for path, module in modules.items()
         if isinstance(module, _PROJECTIONS)
     ]
+    paths = ", ".join(projections) or "none"
     raise MoesaicError(
         f"{stack.name}: no FFN recognised in its layers; supported are {SUPPORTED}; "
-        f"found the projections {', '.join(projections) or 'none'}"
+        f"found the projections {paths}"
     )
 
 
@@ -231,9 +245,10 @@ def activation_of(model: Any, name: str) -> str:
         activation = getattr(config, key, None)
         if isinstance(activation, str) and activation in ACT2FN:
             return activation
+    keys = ", ".join(_ACTIVATION_KEYS)
     raise MoesaicError(
         f"{name}: its config names no activation that transformers knows (looked for "
-        f"{', '.join(_ACTIVATION_KEYS)}); supported are {SUPPORTED}"
+        f"{keys}); supported are {SUPPORTED}"
     )
 
 
@@ -247,10 +262,11 @@ def _check_layer(ffns: FFNs, layer: int) -> None:
     first = ffns.read(0).up_FD
     weight = ffns.read(layer).up_FD
     if weight.shape != first.shape:
+        neurons = len(weight)
+        first_neurons = len(first)
         raise MoesaicError(
-            f"{ffns.name}: layer {layer} has an FFN of {weight.shape[0]} neurons, "
-            f"layer 0 one of {first.shape[0]}; FFNs of different widths are not "
-            "supported"
+            f"{ffns.name}: layer {layer} has an FFN of {neurons} neurons, layer 0 one "
+            f"of {first_neurons}; FFNs of different widths are not supported"
         )
     if not weight.is_floating_point():
         raise MoesaicError(
@@ -263,9 +279,7 @@ def _check_layer(ffns: FFNs, layer: int) -> None:
 
 def _has_ffn(ffns: FFNs, layer: int) -> bool:
     try:
-        module = (
-            ffns.layers[layer] if ffns.pattern.inline else ffns.replaced(layer)
-        )
+        module = ffns.holder(layer)
     except AttributeError:
         return False
     return matches(module, ffns.pattern)
@@ -285,12 +299,12 @@ def _check_formula(ffns: FFNs, layer: int) -> None:
         expected_TD = module.eval()(x_TD)
         ours_TD = ffn.output(ffn.hidden(x_TD))
         relative = relative_difference(ours_TD, expected_TD)
-    except (
-        Exception
-    ) as error:  # whatever a module of another kind makes of inputs
+    # Whatever a module of another kind makes of inputs.
+    except Exception as error:
+        reason = reason_of(error)
         raise MoesaicError(
             f"{ffns.name}: its FFN {ffns.ffn_path!r} is not called with hidden states "
-            f"alone ({reason_of(error)}); supported are {SUPPORTED}"
+            f"alone ({reason}); supported are {SUPPORTED}"
         ) from error
     finally:
         module.train(training)
@@ -307,13 +321,16 @@ def _check_formula(ffns: FFNs, layer: int) -> None:
 def random_inputs(rows: int, weight_FD: Tensor) -> Tensor:
     """Rows to check a formula with: the same each time, of the weight's dtype."""
     generator = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(rows, weight_FD.shape[1], generator=generator)
+    hidden = weight_FD.shape[1]
+    x_TD = torch.randn(rows, hidden, generator=generator)
     return x_TD.to(weight_FD)
 
 
 def relative_difference(ours: Tensor, expected: Tensor) -> float:
-    size = expected.float().norm().clamp(min=1e-20)
-    return float((ours - expected).float().norm() / size)
+    """The norm of the difference over the norm of what is expected."""
+    difference = (ours - expected).float()
+    norm = expected.float().norm().clamp(min=1e-20)
+    return float(difference.norm() / norm)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -324,4 +341,6 @@ def tolerance(dtype: torch.dtype) -> float:
 def reason_of(error: Exception) -> str:
     """The first line of an error, or its kind where it says nothing."""
     lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return lines[0]

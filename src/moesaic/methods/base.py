@@ -97,7 +97,9 @@ class Budget:
     @property
     def skipped(self) -> float:
         """The sparsity that was asked for, or the usual one."""
-        return USUAL_SPARSITY if self.sparsity is None else self.sparsity
+        if self.sparsity is None:
+            return USUAL_SPARSITY
+        return self.sparsity
 
 
 def setting(
@@ -107,8 +109,8 @@ def setting(
     choices: tuple[str, ...] | None = None,
 ) -> Any:
     """A field of a method: its default, what it means, and which values it takes."""
-    meta = {"help": help, "least": least, "choices": choices}
-    return field(default=default, metadata=meta)
+    metadata = {"help": help, "least": least, "choices": choices}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,9 @@ class Method(ABC):
     saves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.metadata:
-                self._check_setting(one.name, one.default, one.metadata)
+        for row in fields(self):
+            if row.metadata:
+                self._check_setting(row.name, row.default, row.metadata)
 
     @property
     def name(self) -> str:
@@ -139,7 +141,8 @@ class Method(ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        names = [row.name for row in fields(self)]
+        return {name: getattr(self, name) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """What the configuration of a converted model keeps."""
@@ -169,29 +172,35 @@ class Method(ABC):
     fits_weights: ClassVar[bool] = False
 
     def _check_setting(
-        self, name: str, default: Any, meta: Mapping[str, Any]
+        self, name: str, default: Any, metadata: Mapping[str, Any]
     ) -> None:
         """Raises MoesaicError for a value that the setting does not take."""
         value = getattr(self, name)
-        choices, least = meta["choices"], meta["least"]
+        choices = metadata["choices"]
         if choices is not None:
             if not isinstance(value, str) or value not in choices:
                 raise unknown(name, str(value), choices)
             return
         if isinstance(default, bool):
             if type(value) is not bool:
-                raise MoesaicError(
-                    f"method {self.name!r}: {name} is {value!r}; it is true or false"
-                )
+                raise self._bad_setting(name, "it is true or false")
             return
         if value is None and default is None:
             return
-        if type(value) is not int or (least is not None and value < least):
-            bound = "" if least is None else f" >= {least}"
-            raise MoesaicError(
-                f"method {self.name!r}: {name} is {value!r}; it must be a whole number"
-                f"{bound}"
-            )
+        least = metadata["least"]
+        rule = "it must be a whole number"
+        if least is not None:
+            rule = f"{rule} >= {least}"
+        if type(value) is not int:
+            raise self._bad_setting(name, rule)
+        if least is not None and value < least:
+            raise self._bad_setting(name, rule)
+
+    def _bad_setting(self, name: str, rule: str) -> MoesaicError:
+        value = getattr(self, name)
+        return MoesaicError(
+            f"method {self.name!r}: {name} is {value!r}; {rule}"
+        )
 
 
 @dataclass(frozen=True)
@@ -256,7 +265,9 @@ class FFNMethod(Method):
 
     def plan(self, shape: ModelShape, layout: Layout) -> MoEConfig:
         """What the configuration of the result will say."""
-        sizes = self.sizes(layout, shape.ffn.intermediate_size)
+        neurons = shape.ffn.intermediate_size
+        sizes = self.sizes(layout, neurons)
+        sizes_of_layers = (sizes,) * len(shape.layers)
         return MoEConfig(
             method=self.to_dict(),
             layout=str(layout),
@@ -264,18 +275,21 @@ class FFNMethod(Method):
             path=shape.path,
             identities=shape.identities,
             layers=shape.layers,
-            sizes=(sizes,) * len(shape.layers),
+            sizes=sizes_of_layers,
             outer=self._outer(shape.outer, layout),
         )
 
     def _outer(
         self, outer: OuterShape | None, layout: Layout
     ) -> OuterConfig | None:
+        """What it says of a model that is a mixture already."""
         if outer is None:
             return None
+        shared_path = None
         shared_sizes = None
         # With chosen experts only those are converted, and the shared one stays.
         if outer.shared_size is not None and outer.chosen is None:
+            shared_path = outer.shared_path
             shared_sizes = self.sizes(layout, outer.shared_size)
         return OuterConfig(
             num_experts=outer.num_experts,
@@ -283,7 +297,7 @@ class FFNMethod(Method):
             num_layers=outer.num_layers,
             min_tokens=outer.min_tokens,
             chosen=outer.chosen,
-            shared_path=None if shared_sizes is None else outer.shared_path,
+            shared_path=shared_path,
             shared_sizes=shared_sizes,
         )
 
@@ -341,7 +355,8 @@ class LinearMethod(Method):
             raise MoesaicError(
                 f"{shape.name} has no linear layers that method {self.name!r} replaces"
             )
-        linears = LinearConfig(self.replacement, paths, 1 - sparsity)
+        share = 1 - sparsity
+        linears = LinearConfig(self.replacement, paths, share)
         return [
             MoEConfig(
                 method=self.to_dict(),
@@ -356,9 +371,10 @@ class LinearMethod(Method):
         ]
 
     def words(self, moe: MoEConfig) -> str:
-        assert moe.linears is not None
-        count = len(moe.linears.paths)
-        return f"{moe.linears.share:.0%} of the inputs of {count} linear layers a layer"
+        linears = moe.linears
+        assert linears is not None
+        count = len(linears.paths)
+        return f"{linears.share:.0%} of the inputs of {count} linear layers a layer"
 
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
         """Replaces every linear layer, one decoder layer after the other."""

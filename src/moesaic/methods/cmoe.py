@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from moesaic.calibration.statistics import StatisticsKind
 from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit
+from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
 from moesaic.modeling import RouterConfig, new_router
 from moesaic.parts.carve import neuron_rows
 from moesaic.parts.clustering import balanced_kmeans
-from moesaic.parts.importance import activation_rate, by_importance
+from moesaic.parts.importance import activation_rate
 from moesaic.parts.partition import Partition
 from moesaic.parts.representatives import representative
 
@@ -50,18 +50,20 @@ class CMoE(ExpertMethod):
 
     def partition(self, fit: LayerFit) -> Partition:
         """Eqs. 16 to 21: shared by rate, the others by balanced k-means."""
-        order_F = by_importance(activation_rate(fit.statistics))
-        shared_S = np.sort(order_F[: fit.sizes.shared])
-        candidates_N = np.sort(order_F[fit.sizes.shared :])
-        routed = fit.sizes.num_routed
+        rate_F = activation_rate(fit.statistics)
+        shared_S, candidates_N = split_shared(rate_F, fit.sizes.shared)
         experts_RM = balanced_kmeans(
-            fit.statistics, candidates_N, routed, self.kmeans_rounds
+            fit.statistics,
+            candidates_N,
+            fit.sizes.num_routed,
+            self.kmeans_rounds,
         )
         return Partition(shared_S, experts_RM)
 
     def make_router(self, fit: LayerFit) -> Any:
         """Eqs. 7 and 8: each expert's representative neuron scores it."""
-        neurons_R = representative(fit.statistics, fit.partition.experts_RM)
+        experts_RM = fit.partition.experts_RM
+        neurons_R = representative(fit.statistics, experts_RM)
         return copied_neurons(fit, neurons_R, self.normalise)
 
 
@@ -80,13 +82,14 @@ def copied_neurons(
     fit: LayerFit, neurons_R: NDArray[np.int64], normalise: bool = False
 ) -> Any:
     """A router that scores an expert by the hidden activation of one neuron."""
-    ffn = fit.ffn.with_unit_rows() if normalise else fit.ffn
-    router: Any = new_router(fit.block, fit.sizes).to(ffn.up_FD.device)
-    router.gate_proj = (
-        None
-        if router.gate_proj is None
-        else router.gate_proj.to(ffn.up_FD.dtype)
-    )
-    router.up_proj = router.up_proj.to(ffn.up_FD.dtype)
-    router.load_state_dict(neuron_rows(ffn, neurons_R), strict=False)
+    ffn = fit.ffn
+    if normalise:
+        ffn = ffn.with_unit_rows()
+    router: Any = new_router(fit.block, fit.sizes)
+    router.to(fit.device)
+    if router.gate_proj is not None:
+        router.gate_proj.to(fit.dtype)
+    router.up_proj.to(fit.dtype)
+    rows = neuron_rows(ffn, neurons_R)
+    router.load_state_dict(rows, strict=False)
     return router

@@ -41,12 +41,13 @@ FLOAT32_MOST = 1e38
 class Made:
     """How a replacement came about: what reports say of it. Not saved.
 
-    `repair` is what was done to the output weights, `static_repair` the same for
-    static pruning at this budget, where it was fitted along with it.
+    `repair` is what was done to the output weights. `static_N` are the neurons that
+    static pruning keeps at this budget, `static_repair` is what was done to their
+    output weights, where that was fitted in the same pass.
     """
 
     partition: Partition | None = None
-    static_N: Tensor | None = None  # what static pruning keeps at this budget
+    static_N: Tensor | None = None
     repair: Repair | None = None
     static_repair: Repair | None = None
     notes: list[str] = field(default_factory=list)
@@ -54,21 +55,34 @@ class Made:
 
 @dataclass
 class LayerFit:
-    """One FFN on its way: what is known of it, and what the steps so far have made."""
+    """One FFN on its way: what is known of it, and what the steps so far have made.
 
-    ffn: DenseFFN  # as it is to be cut: with copies where experts share neurons
-    dense: DenseFFN  # as it was
+    `dense` is the FFN as it was. `ffn` is what is cut: the same, but with copies of
+    neurons where experts share them. `energy_F` is that of every neuron's contribution
+    over all tokens.
+    """
+
+    ffn: DenseFFN
+    dense: DenseFFN
     inputs: FFNInputs
     sizes: Sizes
     block: BlockConfig
     generator: np.random.Generator
     statistics: Statistics
-    energy_F: NDArray[
-        np.float64
-    ]  # of every neuron's contribution, over all tokens
+    energy_F: NDArray[np.float64]
     partition: Partition = field(init=False)
     router: Any = None
     made: Made = field(default_factory=Made)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the FFN's weights."""
+        return self.ffn.up_FD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the FFN's weights."""
+        return self.ffn.up_FD.dtype
 
 
 @dataclass(frozen=True)
@@ -107,16 +121,20 @@ class ExpertMethod(FFNMethod):
         return carve(repaired, fit.partition, fit.router, fit.block, fit.sizes)
 
     def block(self, ffn: FFNShape) -> BlockConfig:
-        return block_config(ffn, self.router_config(ffn), self.output_bias)
+        router = self.router_config(ffn)
+        return block_config(ffn, router, self.output_bias)
 
     def statistics_kinds(self) -> tuple[StatisticsKind, ...]:
-        kinds = (self.statistics_kind, self._plain_kind)
-        return tuple(dict.fromkeys(kinds))
+        if self._plain_kind == self.statistics_kind:
+            return (self.statistics_kind,)
+        return (self.statistics_kind, self._plain_kind)
 
     @property
     def _plain_kind(self) -> StatisticsKind:
         """Of the FFN as it is, where the profile is of a normalised one."""
-        return PLAIN if self.statistics_kind.normalise else self.statistics_kind
+        if self.statistics_kind.normalise:
+            return PLAIN
+        return self.statistics_kind
 
     @torch.no_grad()
     def convert_ffn(
@@ -159,21 +177,19 @@ class ExpertMethod(FFNMethod):
                 f"the FFN's outputs have an energy of {total:.2g}, beyond float32's "
                 "range: its weights or activations are broken"
             )
-        block = self.block(shape_of(weights))
+        shape = shape_of(weights)
         fit = LayerFit(
-            weights,
-            weights,
-            inputs,
-            sizes,
-            block,
-            generator,
-            statistics,
-            energy_F,
+            ffn=weights,
+            dense=weights,
+            inputs=inputs,
+            sizes=sizes,
+            block=self.block(shape),
+            generator=generator,
+            statistics=statistics,
+            energy_F=energy_F,
         )
-        fit.made.static_N = static_neurons(
-            energy_F, sizes, weights.up_FD.device
-        )
-        dead = int((energy_F == 0).sum())
+        fit.made.static_N = static_neurons(energy_F, sizes, fit.device)
+        dead = np.count_nonzero(energy_F == 0)
         if dead:
             fit.made.notes.append(
                 f"{dead} neurons of {len(energy_F)} add nothing on any token"
@@ -185,11 +201,13 @@ class ExpertMethod(FFNMethod):
         if router is None:
             return super().words(moe)
         sizes = moe.first_sizes
-        mean = "" if router.fixed_count else "on average "
+        active = active_words(moe)
+        if not router.fixed_count:
+            active = f"on average {active}"
         kind = "experts" if moe.outer is None else "sub-experts"
         return (
-            f"{sizes.shared} shared neurons, {mean}{active_words(moe)} of "
-            f"{sizes.num_routed} routed {kind} of {sizes.expert}"
+            f"{sizes.shared} shared neurons, {active} of {sizes.num_routed} routed "
+            f"{kind} of {sizes.expert}"
         )
 
 
@@ -198,8 +216,20 @@ def active_words(moe: MoEConfig) -> str:
     budgets = moe.budgets
     if not budgets:
         return str(moe.first_sizes.num_active)
-    mean = round(sum(budgets) / len(budgets))
-    return f"{mean} ({min(budgets)} to {max(budgets)} in a layer)"
+    mean = sum(budgets) / len(budgets)
+    least = min(budgets)
+    most = max(budgets)
+    return f"{round(mean)} ({least} to {most} in a layer)"
+
+
+def split_shared(
+    importance_F: NDArray[np.float64], shared: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The `shared` most important neurons, and the others, both in ascending order."""
+    order_F = by_importance(importance_F)
+    shared_S = np.sort(order_F[:shared])
+    others_N = np.sort(order_F[shared:])
+    return shared_S, others_N
 
 
 def spread_out(fit: LayerFit) -> LayerFit:
@@ -208,18 +238,22 @@ def spread_out(fit: LayerFit) -> LayerFit:
     So are its statistics. The steps that follow then refit each copy by itself.
     Repairs still aim at the output of the FFN as it was.
     """
-    neurons_N = fit.partition.neurons_N
-    fit.made.partition = fit.partition
-    if len(np.unique(neurons_N)) == len(neurons_N):
+    partition = fit.partition
+    fit.made.partition = partition
+    neurons_N = partition.neurons_N
+    are_distinct = len(np.unique(neurons_N)) == len(neurons_N)
+    if are_distinct:
         return fit
-    index_N = torch.from_numpy(neurons_N).to(fit.ffn.up_FD.device)
-    shared = len(fit.partition.shared_S)
-    places_N = np.arange(len(neurons_N))
-    experts_RM = places_N[shared:].reshape(fit.partition.experts_RM.shape)
+    index_N = torch.from_numpy(neurons_N).to(fit.device)
     fit.ffn = fit.ffn.subset(index_N)
     fit.statistics = fit.statistics.subset(neurons_N)
     fit.energy_F = fit.energy_F[neurons_N]
-    fit.partition = Partition(places_N[:shared], experts_RM)
+    # The copies lie in the partition's order: shared ones first, then every expert's.
+    shared = len(partition.shared_S)
+    places_N = np.arange(len(neurons_N))
+    shared_S = places_N[:shared]
+    experts_RM = places_N[shared:].reshape(partition.experts_RM.shape)
+    fit.partition = Partition(shared_S, experts_RM)
     return fit
 
 
@@ -227,8 +261,8 @@ def static_neurons(
     energy_F: NDArray[np.float64], sizes: Sizes, device: torch.device
 ) -> Tensor:
     """The neurons of largest contribution, as many as run for a token."""
-    best_F = by_importance(energy_F)
-    return torch.from_numpy(np.sort(best_F[: sizes.active])).to(device)
+    best_N, _ = split_shared(energy_F, sizes.active)
+    return torch.from_numpy(best_N).to(device)
 
 
 def mask_of(
@@ -239,7 +273,9 @@ def mask_of(
         return None
 
     def mask(x_TD: Tensor) -> Tensor:
-        return partition.mask(router.choose(router.scores(x_TD)))
+        scores_TR = router.scores(x_TD)
+        runs_TR = router.choose(scores_TR)
+        return partition.mask(runs_TR)
 
     return mask
 
@@ -257,10 +293,8 @@ def fit_repair(
     where nothing was copied.
     """
     made = fit.made
-    neurons_N = torch.from_numpy(fit.partition.neurons_N).to(
-        fit.ffn.up_FD.device
-    )
-    kept = Kept(neurons_N, mask)
+    neurons_N = torch.from_numpy(fit.partition.neurons_N)
+    kept = Kept(neurons_N.to(fit.device), mask)
     repair = _fit_outputs(fit, kept, method, intercept)
     repaired = repair.apply(fit.ffn, kept)
     if up_steps and fit.ffn.gated:
@@ -277,16 +311,19 @@ def fit_repair(
             )
     if repair.note:
         made.notes.append(repair.note)
-    finite = [
-        torch.isfinite(tensor).all() for tensor in repaired.tensors().values()
-    ]
-    if not all(finite):
+    if not _is_finite(repaired):
         repaired = fit.ffn
         repair = repair.undone()
-        dtype = fit.ffn.up_FD.dtype
-        made.notes.append(f"repair skipped: it exceeds the range of {dtype}")
+        note = f"repair skipped: it exceeds the range of {fit.dtype}"
+        made.notes.append(note)
     made.repair = repair
     return repaired
+
+
+def _is_finite(ffn: DenseFFN) -> bool:
+    """Whether all weights are."""
+    weights = ffn.tensors().values()
+    return all(torch.isfinite(weight).all() for weight in weights)
 
 
 def _fit_outputs(
@@ -300,12 +337,12 @@ def _fit_outputs(
         return repair
     static_N = fit.made.static_N
     assert static_N is not None
+    candidates = [kept]
     # Static pruning by contribution is its own reference.
-    is_reference = kept.mask is None and bool(
-        torch.equal(kept.neurons_N, static_N)
-    )
-    both = [kept] if is_reference else [kept, Kept(static_N)]
-    repairs = choose_repairs(fit.inputs, fit.ffn, both, method, intercept)
+    is_reference = kept.mask is None and torch.equal(kept.neurons_N, static_N)
+    if not is_reference:
+        candidates.append(Kept(static_N))
+    repairs = choose_repairs(fit.inputs, fit.ffn, candidates, method, intercept)
     fit.made.static_repair = repairs[-1]
     return repairs[0]
 
@@ -314,7 +351,8 @@ def fit_static_reference(
     inputs: FFNInputs, ffn: DenseFFN, static_N: Tensor
 ) -> Repair:
     """Least squares for static pruning, on a sample of the tokens."""
+    kept = Kept(static_N)
     (repair,) = choose_repairs(
-        inputs, ffn, [Kept(static_N)], "least-squares", False
+        inputs, ffn, [kept], "least-squares", intercept=False
     )
     return repair

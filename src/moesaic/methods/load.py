@@ -32,61 +32,68 @@ def load_method(
     """
     given = dict(settings or {})
     if isinstance(method, Method):
-        return _with_settings(
-            type(method), method.settings | given, method.name
-        )
+        all_settings = method.settings | given
+        return _with_settings(type(method), all_settings, method.name)
+    name = str(method)
     path = Path(method)
-    if str(method) in METHODS:
-        return _with_settings(_class_of(str(method)), given, str(method))
+    if name in METHODS:
+        method_class = _class_of(name)
+        return _with_settings(method_class, given, name)
     if path.suffix == ".py":
-        return _with_settings(_class_in_file(path), given, path.name)
+        method_class = _class_in_file(path)
+        return _with_settings(method_class, given, path.name)
     if path.suffix in (".yaml", ".yml"):
         name, from_file = _read_yaml(path)
         return load_method(name, from_file | given)
-    raise unknown("method", str(method), [*METHODS, "FILE.py", "FILE.yaml"])
+    known = [*METHODS, "FILE.py", "FILE.yaml"]
+    raise unknown("method", name, known)
 
 
 def _class_of(name: str) -> type[Method]:
-    module, _, class_name = METHODS[name].where.partition(":")
-    found: type[Method] = getattr(importlib.import_module(module), class_name)
-    return found
+    """The class of one of our methods. Imports its module."""
+    where = METHODS[name].where
+    module_name, _, class_name = where.partition(":")
+    module = importlib.import_module(module_name)
+    method_class: type[Method] = getattr(module, class_name)
+    return method_class
 
 
 def _with_settings(
     method_class: type[Method], settings: Mapping[str, object], name: str
 ) -> Method:
-    known = [one.name for one in fields(method_class)]
+    known = [row.name for row in fields(method_class)]
     for key in settings:
         if key not in known:
-            raise unknown(
-                f"setting of method {name}", str(key), known or ["none"]
-            )
+            what = f"setting of method {name}"
+            raise unknown(what, str(key), known or ["none"])
     values: Any = settings
     return method_class(**values)
 
 
 def _class_in_file(path: Path) -> type[Method]:
+    """The one method that a user's file defines; those it imports do not count."""
     module = _run_file(path)
-    classes = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, Method)
-        and value.__module__ == module.__name__
-    ]
+    classes = []
+    for value in vars(module).values():
+        if not inspect.isclass(value) or not issubclass(value, Method):
+            continue
+        if value.__module__ == module.__name__:
+            classes.append(value)
     if len(classes) != 1:
         raise MoesaicError(
             f"{path} defines {len(classes)} classes that derive from Method; a method "
             "file defines one (docs/add_a_method.md)"
         )
-    _check_class(path, classes[0])
-    return classes[0]
+    method_class = classes[0]
+    _check_class(path, method_class)
+    return method_class
 
 
 def _check_class(path: Path, method_class: type[Method]) -> None:
     """Raises MoesaicError, before anything is converted, for a step that lacks."""
     name = method_class.__name__
-    if not isinstance(getattr(method_class, "description", None), Description):
+    description = getattr(method_class, "description", None)
+    if not isinstance(description, Description):
         raise MoesaicError(
             f"{path}: {name} has no `description`: its name, one sentence and where it "
             "runs (docs/add_a_method.md)"
@@ -95,21 +102,20 @@ def _check_class(path: Path, method_class: type[Method]) -> None:
         getattr(method_class, "__abstractmethods__", ())
     )
     if missing:
+        steps = ", ".join(missing)
         raise MoesaicError(
-            f"{path}: {name} lacks the step {', '.join(missing)}; define it "
-            "(docs/add_a_method.md)"
+            f"{path}: {name} lacks the step {steps}; define it (docs/add_a_method.md)"
         )
-    for one in fields(method_class):
-        if one.default is MISSING and one.default_factory is MISSING:
+    for row in fields(method_class):
+        if row.default is MISSING and row.default_factory is MISSING:
             raise MoesaicError(
-                f"{path}: {name} has a setting {one.name} without a default; give it one"
+                f"{path}: {name} has a setting {row.name} without a default; give it one"
             )
 
 
 def _run_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        f"moesaic_method_{path.stem}", path
-    )
+    module_name = f"moesaic_method_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise MoesaicError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
@@ -118,25 +124,28 @@ def _run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a user's file raises
         del sys.modules[spec.name]
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         kind = type(error).__name__
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else kind
         raise MoesaicError(f"{path} cannot be run: {kind}: {reason}") from error
     return module
 
 
 def _read_yaml(path: Path) -> tuple[str, dict[str, object]]:
     try:
-        values = yaml.safe_load(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        words = str(error).split()
+        reason = " ".join(words)
         raise MoesaicError(f"method {path}: {reason}") from error
-    if not isinstance(values, dict) or not isinstance(
-        values.get("method"), str
-    ):
+    name = None
+    if isinstance(values, dict):
+        name = values.pop("method", None)
+    if not isinstance(name, str):
         raise MoesaicError(
             f"method {path}: expected a mapping such as 'method: moesaic', and settings"
         )
-    name = values.pop("method")
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     return name, values

@@ -13,7 +13,7 @@ experts, C directions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from moesaic.methods.expert_method import (
     LayerFit,
     fit_repair,
     mask_of,
+    split_shared,
 )
 from moesaic.modeling import RouterConfig, new_router
 from moesaic.parts.clustering import (
@@ -41,7 +42,6 @@ from moesaic.parts.clustering import (
 from moesaic.parts.directions import directions
 from moesaic.parts.energies import expert_energies, expert_grams
 from moesaic.parts.importance import (
-    by_importance,
     contribution,
     observability,
     variance,
@@ -136,9 +136,8 @@ class Moesaic(ExpertMethod):
 
     def partition(self, fit: LayerFit) -> Partition:
         """Shared: the neurons of largest importance. The others are grouped."""
-        order_F = by_importance(self._importance(fit))
-        shared_S = np.sort(order_F[: fit.sizes.shared])
-        candidates_N = np.sort(order_F[fit.sizes.shared :])
+        importance_F = self._importance(fit)
+        shared_S, candidates_N = split_shared(importance_F, fit.sizes.shared)
         experts_RM = self._groups(fit, candidates_N)
         if not self.reassign_rounds:
             return Partition(shared_S, experts_RM)
@@ -164,7 +163,8 @@ class Moesaic(ExpertMethod):
         if self.importance == "observability":
             return observability(fit.statistics, fit.ffn)
         neurons = fit.ffn.intermediate_size
-        return fit.generator.permutation(neurons).astype(np.float64)
+        random_F = fit.generator.permutation(neurons)
+        return random_F.astype(np.float64)
 
     def _groups(
         self, fit: LayerFit, candidates_N: NDArray[np.int64]
@@ -179,14 +179,19 @@ class Moesaic(ExpertMethod):
     def _reassigned(
         self, fit: LayerFit, experts_RM: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], list[float]]:
-        sample_x_SD = fit.statistics.sample_x_SD
-        assert sample_x_SD is not None
-        ridge = Ridge.of(lambda: [sample_x_SD], centre=False)
+        """Experts after neurons moved, and the energy that ran after every round."""
+        x_SD = fit.statistics.sample_x_SD
+        assert x_SD is not None
+
+        def blocks() -> list[Tensor]:
+            return [x_SD]
+
+        ridge = Ridge.of(blocks, centre=False)
 
         def scores(energy_SR: Tensor) -> Tensor:
             target_SR = log_energy(energy_SR, dim=1)
-            weight_DR = ridge.solve(lambda: [sample_x_SD], target_SR)
-            return sample_x_SD @ weight_DR
+            weight_DR = ridge.solve(blocks, target_SR)
+            return x_SD @ weight_DR
 
         return reassign(
             fit.statistics,
@@ -197,8 +202,8 @@ class Moesaic(ExpertMethod):
             scores,
         )
 
-    def _contradiction(self, why: str) -> MoesaicError:
-        return MoesaicError(f"method {self.name!r}: {why}")
+    def _contradiction(self, reason: str) -> MoesaicError:
+        return MoesaicError(f"method {self.name!r}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -224,9 +229,7 @@ class MoesaicDynamic(Moesaic):
 
     def router_config(self, ffn: FFNShape) -> RouterConfig:
         config = super().router_config(ffn)
-        return RouterConfig(
-            config.kind, config.chooser, config.directions, cap=self.cap
-        )
+        return replace(config, cap=self.cap)
 
 
 def fit_router(fit: LayerFit) -> Any:
@@ -235,71 +238,89 @@ def fit_router(fit: LayerFit) -> Any:
     Its weights are rounded to the model's dtype before thresholds are taken from its
     scores.
     """
-    dtype = fit.ffn.up_FD.dtype
-    device = fit.ffn.up_FD.device
-    router: Any = new_router(fit.block, fit.sizes).to(device)
+    router: Any = new_router(fit.block, fit.sizes)
+    router.to(fit.device)
     by_threshold = router.chooser == "threshold"
     features = _Features(fit, router, by_threshold)
-    experts_RM = torch.from_numpy(fit.partition.experts_RM).to(device)
-    gram_RMM = expert_grams(fit.ffn, experts_RM)
-    energy_TR = torch.cat(
-        [
-            expert_energies(fit.ffn.hidden(x_TD), experts_RM, gram_RMM)
-            for x_TD in fit.inputs.fit()
-        ]
-    )
+    energy_TR = _energies(fit)
     weight_RP = fit_linear_router(
         features.blocks, energy_TR, by_threshold, features.centred
     )
-    router.score_proj.weight.data = weight_RP.to(dtype)
+    router.score_proj.weight.data = weight_RP.to(fit.dtype)
     if by_threshold:
         set_thresholds(router, fit)
     return router
 
 
+def _energies(fit: LayerFit) -> Tensor:
+    """Energies of the experts' outputs (T, R), for all tokens to fit on."""
+    experts_RM = torch.from_numpy(fit.partition.experts_RM)
+    experts_RM = experts_RM.to(fit.device)
+    gram_RMM = expert_grams(fit.ffn, experts_RM)
+    blocks = []
+    for x_TD in fit.inputs.fit():
+        h_TF = fit.ffn.hidden(x_TD)
+        energy_TR = expert_energies(h_TF, experts_RM, gram_RMM)
+        blocks.append(energy_TR)
+    return torch.cat(blocks)
+
+
 class _Features:
     """What the router multiplies, block by block.
 
-    Products of directions are read about ten times: they are kept, T P floats, rather
+    Products of directions are read about ten times: they are stored, T P floats, rather
     than made anew.
     """
 
     def __init__(self, fit: LayerFit, router: Any, by_threshold: bool):
         self.inputs = fit.inputs
-        self.kept: list[Tensor] = []
+        self.stored: list[Tensor] = []
         self.centred = False
-        if fit.block.router is not None and fit.block.router.directions:
-            self._find_directions(router, fit.ffn.up_FD.dtype)
-            self._keep(router, by_threshold)
+        config = fit.block.router
+        if config is not None and config.directions:
+            self._find_directions(router, fit.dtype)
+            self._store(router)
+            if by_threshold:
+                self._centre()
 
     def blocks(self) -> Iterator[Tensor]:
-        if not self.kept:
-            return (x_TD.float() for x_TD in self.inputs.fit())
-        return (phi_TP.to(self.inputs.device) for phi_TP in self.kept)
+        if self.stored:
+            for phi_TP in self.stored:
+                yield phi_TP.to(self.inputs.device)
+        else:
+            for x_TD in self.inputs.fit():
+                yield x_TD.float()
 
     def _find_directions(self, router: Any, dtype: torch.dtype) -> None:
-        count = router.feature_proj.out_features
-        weight_CD, bias_C = directions(self.blocks, count)
-        router.feature_proj.weight.data = weight_CD.to(dtype)
-        router.feature_proj.bias.data = bias_C.to(dtype)
+        projection = router.feature_proj
+        weight_CD, bias_C = directions(self.blocks, projection.out_features)
+        projection.weight.data = weight_CD.to(dtype)
+        projection.bias.data = bias_C.to(dtype)
 
-    def _keep(self, router: Any, by_threshold: bool) -> None:
-        storage = self.inputs.storage
-        self.kept = [router.features(x).to(storage) for x in self.inputs.fit()]
-        self.centred = by_threshold
-        if by_threshold:
-            mean_P = mean_of(lambda: iter(self.kept))
-            for phi_TP in self.kept:
-                phi_TP -= mean_P
+    def _store(self, router: Any) -> None:
+        blocks = []
+        for x_TD in self.inputs.fit():
+            phi_TP = router.features(x_TD)
+            blocks.append(phi_TP.to(self.inputs.storage))
+        self.stored = blocks
+
+    def _centre(self) -> None:
+        """Takes the mean off, in place."""
+        mean_P = mean_of(lambda: iter(self.stored))
+        for phi_TP in self.stored:
+            phi_TP -= mean_P
+        self.centred = True
 
 
 def set_thresholds(router: Any, fit: LayerFit) -> None:
     """Thresholds of equal loads, so that the mean budget of experts runs."""
-    score_TR = torch.cat([router.scores(x_TD) for x_TD in fit.inputs.fit()])
+    score_blocks = [router.scores(x_TD) for x_TD in fit.inputs.fit()]
+    score_TR = torch.cat(score_blocks)
 
     def count(threshold_R: Tensor) -> int:
         router.selection_bias.copy_(-threshold_R)
-        return int(router.choose(score_TR).sum())
+        runs_TR = router.choose(score_TR)
+        return int(runs_TR.sum())
 
     threshold_R = budget_thresholds(score_TR, fit.sizes.num_active, count)
     router.selection_bias.copy_(-threshold_R)

@@ -92,7 +92,8 @@ class MoesaicNeurons(ExpertMethod):
             )
         total = shape.ffn.intermediate_size
         if budget.layout is not None:
-            return [Layout(0, budget.layout.sizes(total).active, total)]
+            active = budget.layout.sizes(total).active
+            return [Layout(0, active, total)]
         sparsity = budget.skipped
         if not 0 < sparsity < 1:
             raise MoesaicError(
@@ -111,12 +112,19 @@ class MoesaicNeurons(ExpertMethod):
         return RouterConfig("gates", "threshold", rank)
 
     def block(self, ffn: FFNShape) -> BlockConfig:
-        return block_config(ffn, self.router_config(ffn), True, "neurons")
+        return block_config(
+            ffn,
+            self.router_config(ffn),
+            output_bias=True,
+            replacement="neurons",
+        )
 
     def partition(self, fit: LayerFit) -> Partition:
         """Nothing is grouped: every neuron stands alone, in order."""
-        every_N = np.arange(fit.ffn.intermediate_size)
-        return Partition(every_N[:0], every_N[:, None])
+        neurons_F = np.arange(fit.ffn.intermediate_size)
+        no_shared_S = neurons_F[:0]
+        experts_F1 = neurons_F[:, None]
+        return Partition(no_shared_S, experts_F1)
 
     def make_router(self, fit: LayerFit) -> Any:
         return fit_neuron_router(fit)
@@ -143,7 +151,9 @@ def neuron_mask(router: Any, ffn: DenseFFN) -> Callable[[Tensor], Tensor]:
     """1.0 where a neuron runs for inputs x (T, F)."""
 
     def mask(x_TD: Tensor) -> Tensor:
-        runs_TF: Tensor = router(x_TD, ffn.gates(x_TD)) > 0
+        gate_TF = ffn.gates(x_TD)
+        score_TF: Tensor = router(x_TD, gate_TF)
+        runs_TF = score_TF > 0
         return runs_TF.float()
 
     return mask
@@ -156,16 +166,25 @@ def fit_neuron_router(fit: LayerFit) -> Any:
     scores.
     """
     ffn = fit.ffn
-    dtype = ffn.up_FD.dtype
-    router: Any = MoesaicNeuronRouter(fit.block, fit.sizes).to(ffn.up_FD.device)
-    x_TD = torch.cat(list(fit.inputs.apart(SAMPLE_TOKENS).fit()))
-    sketch = sketch_up(x_TD, ffn, router.sketch_in.out_features)
-    router.sketch_in.weight.data = sketch.in_CD.to(dtype)
-    router.sketch_out.weight.data = sketch.out_FC.to(dtype)
-    router.sketch_out.bias.data = sketch.bias_F.to(dtype)
-    norm_F = ffn.down_DF.float().square().sum(0).clamp(min=1e-38)
+    router: Any = MoesaicNeuronRouter(fit.block, fit.sizes)
+    router.to(fit.device)
+    sample = fit.inputs.apart(SAMPLE_TOKENS)
+    x_TD = torch.cat(list(sample.fit()))
+
+    # B A of low rank, which stands in for W_up.
+    rank = router.sketch_in.out_features
+    sketch = sketch_up(x_TD, ffn, rank)
+    router.sketch_in.weight.data = sketch.in_CD.to(fit.dtype)
+    router.sketch_out.weight.data = sketch.out_FC.to(fit.dtype)
+    router.sketch_out.bias.data = sketch.bias_F.to(fit.dtype)
     router.up_variance.copy_(sketch.variance_F)
-    router.selection_bias.copy_(norm_F.log())
-    score_TF = router(x_TD, ffn.gates(x_TD))
-    router.selection_bias -= single_threshold(score_TF, fit.sizes.num_active)
+
+    # log |w|^2, less the threshold.
+    norm_F = ffn.down_DF.float().square().sum(0)
+    log_norm_F = norm_F.clamp(min=1e-38).log()
+    router.selection_bias.copy_(log_norm_F)
+    gate_TF = ffn.gates(x_TD)
+    score_TF = router(x_TD, gate_TF)
+    threshold = single_threshold(score_TF, fit.sizes.num_active)
+    router.selection_bias -= threshold
     return router

@@ -23,7 +23,7 @@ from moesaic.layout import Layout
 from moesaic.methods.base import FFNMethod, FFNShape, block_config
 from moesaic.methods.cmoe import copied_neurons
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit
+from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
 from moesaic.methods.moesaic import Moesaic
 from moesaic.modeling import (
     BlockConfig,
@@ -34,7 +34,6 @@ from moesaic.modeling import (
 )
 from moesaic.parts.clustering import random_groups
 from moesaic.parts.energies import expert_energies, expert_grams
-from moesaic.parts.importance import by_importance
 from moesaic.parts.partition import Partition
 from moesaic.parts.representatives import random_members
 
@@ -51,18 +50,16 @@ class Random(ExpertMethod):
 
     def partition(self, fit: LayerFit) -> Partition:
         neurons = fit.ffn.intermediate_size
-        order_F = by_importance(
-            fit.generator.permutation(neurons).astype(np.float64)
-        )
-        shared_S = np.sort(order_F[: fit.sizes.shared])
-        candidates_N = np.sort(order_F[fit.sizes.shared :])
+        random_F = fit.generator.permutation(neurons)
+        importance_F = random_F.astype(np.float64)
+        shared_S, candidates_N = split_shared(importance_F, fit.sizes.shared)
         routed = fit.sizes.num_routed
-        return Partition(
-            shared_S, random_groups(candidates_N, routed, fit.generator)
-        )
+        experts_RM = random_groups(candidates_N, routed, fit.generator)
+        return Partition(shared_S, experts_RM)
 
     def make_router(self, fit: LayerFit) -> Any:
-        neurons_R = random_members(fit.partition.experts_RM, fit.generator)
+        experts_RM = fit.partition.experts_RM
+        neurons_R = random_members(experts_RM, fit.generator)
         return copied_neurons(fit, neurons_R)
 
 
@@ -76,7 +73,7 @@ class Oracle(Moesaic):
 
     def make_router(self, fit: LayerFit) -> Any:
         experts_RM = torch.from_numpy(fit.partition.experts_RM)
-        experts_RM = experts_RM.to(fit.ffn.up_FD.device)
+        experts_RM = experts_RM.to(fit.device)
         return OracleRouter(fit.ffn, experts_RM, fit.sizes.num_active)
 
 
@@ -108,12 +105,16 @@ class OracleRouter(nn.Module):
         return none_TR.scatter_(1, index_TK, True)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        index_TK = self.scores(x_TD).topk(self.num_active, dim=1).indices
-        return index_TK, torch.ones_like(index_TK, dtype=torch.float32)
+        scores_TR = self.scores(x_TD)
+        index_TK = scores_TR.topk(self.num_active, dim=1).indices
+        gate_TK = torch.ones_like(index_TK, dtype=torch.float32)
+        return index_TK, gate_TK
 
     def gates_of_all(self, x_TD: Tensor) -> Tensor:
         """1 for experts that run, else 0 (T, R)."""
-        return self.choose(self.scores(x_TD)).float()
+        scores_TR = self.scores(x_TD)
+        runs_TR = self.choose(scores_TR)
+        return runs_TR.float()
 
     def active_weights(self) -> int:
         return 0  # as if to know were free
@@ -156,18 +157,21 @@ class BestNeurons(MoesaicReplacement):
         super().__init__()
         self.ffn = ffn
         self.num_active = num_active
-        self.norm_F = torch.linalg.vector_norm(ffn.down_DF.float(), dim=0)
+        down_DF = ffn.down_DF.float()
+        self.norm_F = torch.linalg.vector_norm(down_DF, dim=0)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        width = hidden_states.shape[-1]
+        x_TD = hidden_states.reshape(-1, width)
         h_TF = self.ffn.hidden(x_TD)
         contribution_TF = h_TF.float().abs() * self.norm_F
-        index_TK = contribution_TF.topk(
-            self.num_active, dim=1, sorted=False
-        ).indices
-        mask_TF = torch.zeros_like(h_TF).scatter_(1, index_TK, 1.0)
-        return self.ffn.output(h_TF * mask_TF).view_as(hidden_states)
+        best = contribution_TF.topk(self.num_active, dim=1, sorted=False)
+        mask_TF = torch.zeros_like(h_TF)
+        mask_TF.scatter_(1, best.indices, 1.0)
+        y_TD = self.ffn.output(h_TF * mask_TF)
+        return y_TD.view_as(hidden_states)
 
     def active_weights(self) -> float:
         matrices = 3 if self.ffn.gated else 2
-        return float(matrices * self.ffn.up_FD.shape[1] * self.num_active)
+        hidden_size = self.ffn.up_FD.shape[1]
+        return float(matrices * hidden_size * self.num_active)

@@ -8,15 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from moesaic.families import DenseFFN
 from moesaic.layout import Layout
 from moesaic.methods.base import FFNShape
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit, fit_repair
+from moesaic.methods.expert_method import (
+    ExpertMethod,
+    LayerFit,
+    fit_repair,
+    split_shared,
+)
 from moesaic.modeling import Sizes
-from moesaic.parts.importance import by_importance, contribution
+from moesaic.parts.importance import contribution
 from moesaic.parts.partition import NO_EXPERTS, Partition
 
 
@@ -35,8 +38,9 @@ class Static(ExpertMethod):
         return None
 
     def partition(self, fit: LayerFit) -> Partition:
-        order_F = by_importance(contribution(fit.statistics, fit.ffn))
-        return Partition(np.sort(order_F[: fit.sizes.shared]), NO_EXPERTS)
+        contribution_F = contribution(fit.statistics, fit.ffn)
+        kept_S, _ = split_shared(contribution_F, fit.sizes.shared)
+        return Partition(kept_S, NO_EXPERTS)
 
     def make_router(self, fit: LayerFit) -> Any:
         return None

@@ -64,11 +64,10 @@ def config_class_for(base_model_type: str) -> type[MoesaicConfig]:
 
     # The family's plans name the dense projections or experts, which are gone.
     replaced = (".mlp.", "experts", "_moe.")
-    remaining_plan = {}
-    for path, partition in plan.items():
-        if not any(name in path for name in replaced):
-            remaining_plan[path] = partition
-    _Config.base_model_tp_plan = remaining_plan
+    remaining = [
+        path for path in plan if not any(name in path for name in replaced)
+    ]
+    _Config.base_model_tp_plan = {path: plan[path] for path in remaining}
     _Config.base_model_ep_plan = None
     _Config.model_type = "moesaic"
     _Config.base_model_type = base_model_type

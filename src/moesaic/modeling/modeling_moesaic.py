@@ -36,9 +36,8 @@ def new_replacement(moe: MoEConfig, layer: int) -> MoesaicReplacement:
     sizes = moe.sizes_of(layer)
     if moe.outer is None:
         return kind(moe.block, sizes)
-    return kind.stacked(
-        moe.block, sizes, moe.outer, moe.outer.whole_experts(layer)
-    )
+    whole = moe.outer.whole_experts(layer)
+    return kind.stacked(moe.block, sizes, moe.outer, whole)
 
 
 def new_outer_shared(moe: MoEConfig) -> MoesaicReplacement | None:
@@ -61,17 +60,20 @@ def install(
 ) -> None:
     """Puts a replacement in the place of one layer's FFN, or of its experts."""
     moe = config.moesaic
-    _put(base_model, moe.path.format(layer), module, config)
+    ffn_path = moe.path.format(layer)
+    _put(base_model, ffn_path, module, config)
     for path in moe.identities:
-        _put(base_model, path.format(layer), nn.Identity(), config)
+        identity_path = path.format(layer)
+        _put(base_model, identity_path, nn.Identity(), config)
 
 
 def install_outer_shared(
     base_model: nn.Module, config: Any, layer: int, module: nn.Module
 ) -> None:
     """Puts a replacement in the place of one layer's shared expert of a mixture."""
-    path = config.moesaic.outer.shared_path
-    _put(base_model, path.format(layer), module, config)
+    outer = config.moesaic.outer
+    path = outer.shared_path.format(layer)
+    _put(base_model, path, module, config)
 
 
 def install_linear(
@@ -82,8 +84,9 @@ def install_linear(
 
 
 def _put(root: nn.Module, path: str, module: nn.Module, config: Any) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, module)
+    parent_path, _, name = path.rpartition(".")
+    parent = root.get_submodule(parent_path)
+    setattr(parent, name, module)
     if isinstance(module, MoesaicReplacement):
         module.set_config(config)
 
@@ -104,7 +107,8 @@ class _FamilyModel:
         base_model = getattr(self, self.base_model_prefix, self)
         moe = config.moesaic
         for layer in moe.layers:
-            install(base_model, config, layer, new_replacement(moe, layer))
+            replacement = new_replacement(moe, layer)
+            install(base_model, config, layer, replacement)
             shared = new_outer_shared(moe)
             if shared is not None:
                 install_outer_shared(base_model, config, layer, shared)
@@ -115,13 +119,13 @@ class _FamilyModel:
 
     def _install_linears(self, base_model: Any, config: Any) -> None:
         moe = config.moesaic
-        for layer in range(config.get_text_config().num_hidden_layers):
-            for path in moe.linears.paths:
-                place = path.format(layer)
-                dense = base_model.get_submodule(place)
-                install_linear(
-                    base_model, config, place, new_linear(moe, dense)
-                )
+        depth = config.get_text_config().num_hidden_layers
+        for layer in range(depth):
+            for pattern in moe.linears.paths:
+                path = pattern.format(layer)
+                dense = base_model.get_submodule(path)
+                replacement = new_linear(moe, dense)
+                install_linear(base_model, config, path, replacement)
 
     def _check_and_adjust_experts_implementation(
         self, wanted: str | None
@@ -170,10 +174,9 @@ def register_model_classes(config_class: type[MoesaicConfig]) -> None:
             )
 
         _Model.config_class = config_class
-        _Model._keep_in_fp32_modules_strict = [
-            *(family._keep_in_fp32_modules_strict or ()),
-            *sorted(_FLOAT32_NAMES),
-        ]
+        family_names = family._keep_in_fp32_modules_strict or ()
+        our_names = sorted(_FLOAT32_NAMES)
+        _Model._keep_in_fp32_modules_strict = [*family_names, *our_names]
         _Model.__name__ = front.__name__
         _Model.__qualname__ = front.__name__
         front._auto.register(config_class, _Model, exist_ok=True)

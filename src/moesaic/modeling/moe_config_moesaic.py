@@ -65,7 +65,8 @@ class Sizes:
                 return name
         if self.num_routed and not self.expert:
             return "expert"
-        if not min(self.num_routed, 1) <= self.num_active <= self.num_routed:
+        fewest = min(self.num_routed, 1)
+        if not fewest <= self.num_active <= self.num_routed:
             return "num_active"
         if type(self.total) is not int or self.active > self.total:
             return "intermediate"
@@ -149,8 +150,11 @@ class BlockConfig:
         wrong = self.router.wrong(self.hidden_size)
         if wrong is not None:
             return f"router {wrong}"
-        alone = self.replacement == "neurons"
-        if alone != (self.router.kind == "gates") or (alone and not self.gated):
+        by_neuron = self.replacement == "neurons"
+        by_gates = self.router.kind == "gates"
+        if by_neuron != by_gates:
+            return "router kind"
+        if by_neuron and not self.gated:
             return "router kind"
         return None
 
@@ -172,7 +176,9 @@ class LinearConfig:
         """The first field whose value makes no sense."""
         if self.replacement not in LINEAR_KINDS:
             return "linears replacement"
-        if not self.paths or not all("{}" in path for path in self.paths):
+        if not self.paths:
+            return "linears paths"
+        if not all("{}" in path for path in self.paths):
             return "linears paths"
         if not 0 < self.share <= 1:
             return "linears share"
@@ -206,30 +212,28 @@ class OuterConfig:
     def wrong(self, layers: tuple[int, ...], depth: int) -> str | None:
         """The first field whose value makes no sense."""
         experts = self.num_experts
+        active = self.num_active
         if type(experts) is not int or experts < 1:
             return "outer num_experts"
-        if (
-            type(self.num_active) is not int
-            or not 1 <= self.num_active <= experts
-        ):
+        if type(active) is not int or not 1 <= active <= experts:
             return "outer num_active"
         if not len(layers) <= self.num_layers <= depth:
             return "outer num_layers"
-        numbers = {str(layer) for layer in layers}
+        layer_names = {str(layer) for layer in layers}
+        all_experts = set(range(experts))
         for layer, whole in self.whole.items():
-            ascending = whole == sorted(set(whole))
-            if layer not in numbers or not ascending:
+            ascending = sorted(set(whole))
+            if layer not in layer_names or whole != ascending:
                 return "outer whole"
-            if not set(whole) <= set(range(experts)):
+            if not set(whole) <= all_experts:
                 return "outer whole"
-        if (self.shared_path is None) != (self.shared_sizes is None):
+        path = self.shared_path
+        sizes = self.shared_sizes
+        if (path is None) != (sizes is None):
             return "outer shared_sizes"
-        if (
-            self.shared_sizes is not None
-            and self.shared_sizes.wrong() is not None
-        ):
+        if sizes is not None and sizes.wrong() is not None:
             return "outer shared_sizes"
-        if self.shared_path is not None and "{}" not in self.shared_path:
+        if path is not None and "{}" not in path:
             return "outer shared_path"
         return None
 
@@ -291,7 +295,8 @@ class MoEConfig:
     def uniform_sizes(self) -> Sizes | None:
         """The sizes of all layers where they are the same."""
         first = self.first_sizes
-        return first if all(sizes == first for sizes in self.sizes) else None
+        uniform = all(sizes == first for sizes in self.sizes)
+        return first if uniform else None
 
     @property
     def budgets(self) -> list[int]:
@@ -305,28 +310,31 @@ class MoEConfig:
 
     def with_budgets(self, budgets: tuple[int, ...]) -> MoEConfig:
         """The same with so many routed experts per token in each converted layer."""
-        pairs = zip(self.sizes, budgets, strict=True)
-        sizes = tuple(replace(one, num_active=active) for one, active in pairs)
-        return replace(self, sizes=sizes)
+        all_sizes = []
+        for sizes, num_active in zip(self.sizes, budgets, strict=True):
+            budgeted = replace(sizes, num_active=num_active)
+            all_sizes.append(budgeted)
+        return replace(self, sizes=tuple(all_sizes))
 
     def with_whole(self, layer: int, experts: list[int]) -> MoEConfig:
         """The same where these experts of a layer stay as they were."""
         if self.outer is None:
             return self
-        whole = {
-            key: kept
-            for key, kept in self.outer.whole.items()
-            if key != str(layer)
-        }
+        whole = dict(self.outer.whole)
+        whole.pop(str(layer), None)
         if experts:
             whole[str(layer)] = sorted(experts)
-        return replace(self, outer=replace(self.outer, whole=whole))
+        outer = replace(self.outer, whole=whole)
+        return replace(self, outer=outer)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: lists for tuples, nothing where nothing was given."""
         values = asdict(self)
         values["sizes"] = [asdict(sizes) for sizes in self.sizes]
-        return _plain({key: v for key, v in values.items() if v is not None})
+        given = {
+            key: value for key, value in values.items() if value is not None
+        }
+        return _plain(given)
 
     @classmethod
     def from_dict(cls, values: Any) -> MoEConfig:
@@ -338,9 +346,11 @@ class MoEConfig:
             raise ConfigError(f"is damaged: moesaic holds {values!r}")
         if values.get("format") != FORMAT:
             base = values.get("base_model") or "MODEL"
-            raise ConfigError(CONVERT_AGAIN.format(base=base))
+            message = CONVERT_AGAIN.format(base=base)
+            raise ConfigError(message)
         try:
-            return cls(**_typed(values))
+            typed = _typed(values)
+            return cls(**typed)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"is damaged ({error!r})") from error
 
@@ -370,15 +380,17 @@ class MoEConfig:
             return wrong
         if not self.layers and self.linears is None:
             return "layers"
-        if list(self.layers) != sorted(set(self.layers)):
+        ascending = sorted(set(self.layers))
+        if list(self.layers) != ascending:
             return "layers"
-        if self.linears is not None and self.linears.wrong() is not None:
-            return self.linears.wrong()
+        if self.linears is not None:
+            wrong = self.linears.wrong()
+            if wrong is not None:
+                return wrong
         if not set(self.layers) <= set(range(depth)):
             return "layers"
-        if "{}" not in self.path or not all(
-            "{}" in path for path in self.identities
-        ):
+        paths = (self.path, *self.identities)
+        if not all("{}" in path for path in paths):
             return "path"
         if len(self.sizes) != len(self.layers):
             return "sizes"
@@ -396,18 +408,16 @@ class MoEConfig:
         wrong = sizes.wrong()
         if wrong is not None:
             return wrong
-        if (self.router is None) != (sizes.num_routed == 0):
+        has_router = self.router is not None
+        has_experts = sizes.num_routed != 0
+        if has_router != has_experts:
             return "num_routed"
         if sizes.total != self.first_sizes.total:
             return "intermediate"
-        if self.block.replacement == "neurons" and (
-            sizes.expert,
-            sizes.shared,
-        ) != (
-            1,
-            0,
-        ):
-            return "expert"
+        if self.block.replacement == "neurons":
+            single_neurons = sizes.expert == 1
+            if not single_neurons or sizes.shared != 0:
+                return "expert"
         return None
 
 
@@ -423,7 +433,8 @@ def is_switch(value: object) -> bool:
 
 def padded(count: int) -> int:
     """Rounded up to a multiple of 8."""
-    return -(-count // 8) * 8
+    groups_of_8 = -(-count // 8)
+    return groups_of_8 * 8
 
 
 def _plain(value: Any) -> Any:
@@ -437,15 +448,16 @@ def _plain(value: Any) -> Any:
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of MoEConfig from plain values. Raises KeyError for one that lacks."""
-    known = {one.name for one in fields(MoEConfig)}
-    typed = {key: value for key, value in values.items() if key in known}
+    names = {field.name for field in fields(MoEConfig)}
+    typed = {key: value for key, value in values.items() if key in names}
     block = dict(values["block"])
-    router = block["router"]
-    block["router"] = None if router is None else RouterConfig(**router)
+    if block["router"] is not None:
+        block["router"] = RouterConfig(**block["router"])
     typed["block"] = BlockConfig(**block)
     typed["layers"] = tuple(values["layers"])
     typed["identities"] = tuple(values["identities"])
-    typed["sizes"] = tuple(Sizes(**sizes) for sizes in values["sizes"])
+    all_sizes = [Sizes(**sizes) for sizes in values["sizes"]]
+    typed["sizes"] = tuple(all_sizes)
     if values.get("linears") is not None:
         linears = dict(values["linears"])
         linears["paths"] = tuple(linears["paths"])
@@ -457,8 +469,10 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
 
 def _typed_outer(values: dict[str, Any]) -> OuterConfig:
     outer = dict(values)
-    if outer["chosen"] is not None:
-        outer["chosen"] = tuple(outer["chosen"])
-    if outer["shared_sizes"] is not None:
-        outer["shared_sizes"] = Sizes(**outer["shared_sizes"])
+    chosen = outer["chosen"]
+    if chosen is not None:
+        outer["chosen"] = tuple(chosen)
+    shared_sizes = outer["shared_sizes"]
+    if shared_sizes is not None:
+        outer["shared_sizes"] = Sizes(**shared_sizes)
     return OuterConfig(**outer)

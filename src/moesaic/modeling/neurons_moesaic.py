@@ -21,7 +21,7 @@ from .projections_moesaic import MoesaicProjection
 from .replacement_moesaic import MoesaicReplacement
 
 FEW_TOKENS = 2  # up to which pairs are computed one by one on a CPU
-LEAST = 10.0  # nats below the threshold, from which on a score says no more
+LOWEST_SCORE = -10.0  # nats, the threshold at 0: lower ones say no more
 
 
 class MoesaicNeuronRouter(nn.Module):
@@ -46,27 +46,33 @@ class MoesaicNeuronRouter(nn.Module):
     def __init__(self, block: BlockConfig, sizes: Sizes):
         super().__init__()
         assert block.router is not None
-        neurons, directions = sizes.num_routed, block.router.directions
+        hidden = block.hidden_size
+        neurons = sizes.num_routed
+        directions = block.router.directions
         self.num_active = sizes.num_active
         self.num_routed = neurons
-        self.sketch_in = MoesaicProjection(
-            block.hidden_size, directions, bias=False
-        )
+        self.sketch_in = MoesaicProjection(hidden, directions, bias=False)
         self.sketch_out = MoesaicProjection(directions, neurons, bias=True)
         ones_F = torch.ones(neurons, dtype=torch.float32)
+        zeros_F = torch.zeros_like(ones_F)
         self.register_buffer("up_variance", ones_F)
-        self.register_buffer("selection_bias", torch.zeros_like(ones_F))
+        self.register_buffer("selection_bias", zeros_F)
 
     def forward(self, x_TD: Tensor, gate_TF: Tensor) -> Tensor:
         """Scores (T, F) in float32, bias included; `gate_TF` is act(gate x)."""
-        up_TF = self.sketch_out(self.sketch_in(x_TD))
+        z_TC = self.sketch_in(x_TD)
+        up_TF = self.sketch_out(z_TC)
+        # In place of (w_up x)^2, which would take all of W_up.
         expected_TF = up_TF.square() + self.up_variance
         energy_TF = gate_TF.float().square() * expected_TF
-        return energy_TF.clamp(min=1e-38).log() + self.selection_bias
+        energy_TF = energy_TF.clamp(min=1e-38)
+        return energy_TF.log() + self.selection_bias
 
     def active_weights(self) -> int:
         """Weights of the products that score one token."""
-        return self.sketch_in.weight.numel() + self.sketch_out.weight.numel()
+        weights_in = self.sketch_in.weight.numel()
+        weights_out = self.sketch_out.weight.numel()
+        return weights_in + weights_out
 
 
 class MoesaicNeurons(MoesaicReplacement):
@@ -79,29 +85,37 @@ class MoesaicNeurons(MoesaicReplacement):
 
     def __init__(self, block: BlockConfig, sizes: Sizes):
         super().__init__()
-        hidden, neurons = block.hidden_size, sizes.num_routed
+        hidden = block.hidden_size
+        neurons = sizes.num_routed
+        bias = block.bias
         self.block = block
         self.sizes = sizes
-        self.gate_proj = nn.Linear(hidden, neurons, bias=block.bias)
-        self.up_proj = nn.Linear(hidden, neurons, bias=block.bias)
-        self.down_proj = Conv1D(
-            hidden, neurons
-        )  # its bias: the FFN's or the repair's
+        self.gate_proj = nn.Linear(hidden, neurons, bias=bias)
+        self.up_proj = nn.Linear(hidden, neurons, bias=bias)
+        # Its bias is the FFN's, or the repair's intercept.
+        self.down_proj = Conv1D(hidden, neurons)
         self.act_fn = ACT2FN[block.activation]
         self.router = MoesaicNeuronRouter(block, sizes)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        gate_TF = self.act_fn(self.gate_proj(x_TD))
+        hidden = hidden_states.shape[-1]
+        x_TD = hidden_states.reshape(-1, hidden)
+        gate_TF = self._gates(x_TD)
         score_TF = self.router(x_TD, gate_TF)
         if self.view is not None:
             y_TD = self._under_mask(x_TD, gate_TF, score_TF)
-        elif self._pays(x_TD):
+        elif self._pairs_pay(x_TD):
             y_TD = self._pairs(x_TD, gate_TF, score_TF > 0)
         else:
             h_TF = gate_TF * self.up_proj(x_TD)
-            y_TD = self.down_proj(torch.where(score_TF > 0, h_TF, 0))
+            h_TF = torch.where(score_TF > 0, h_TF, 0)
+            y_TD = self.down_proj(h_TF)
         return y_TD.view_as(hidden_states)
+
+    def _gates(self, x_TD: Tensor) -> Tensor:
+        """act(W_gate x) of every neuron (T, F)."""
+        gate_TF = self.gate_proj(x_TD)
+        return self.act_fn(gate_TF)
 
     def _under_mask(
         self, x_TD: Tensor, gate_TF: Tensor, score_TF: Tensor
@@ -109,23 +123,30 @@ class MoesaicNeurons(MoesaicReplacement):
         def values() -> Tensor:
             # Gates of exactly 0 score far below all others: they would decide the
             # scores' spread.
-            return score_TF.clamp(min=-LEAST)
+            return score_TF.clamp(min=LOWEST_SCORE)
 
-        runs_TF = (score_TF > 0).to(score_TF.dtype)
-        runs_TF = self.view(self.router, values, runs_TF)
-        h_TF = gate_TF * self.up_proj(x_TD) * runs_TF.to(gate_TF.dtype)
+        runs_TF = score_TF > 0
+        mask_TF = runs_TF.to(score_TF.dtype)
+        mask_TF = self.view(self.router, values, mask_TF)
+        h_TF = gate_TF * self.up_proj(x_TD)
+        h_TF = h_TF * mask_TF.to(gate_TF.dtype)
         return self.down_proj(h_TF)
 
     def chosen(self, x_TD: Tensor) -> Tensor:
         """Which neurons run (T, F)."""
-        return self.router(x_TD, self.act_fn(self.gate_proj(x_TD))) > 0
+        gate_TF = self._gates(x_TD)
+        score_TF = self.router(x_TD, gate_TF)
+        return score_TF > 0
 
     def active_weights(self) -> float:
-        rows = self.sizes.num_routed + 2 * self.sizes.num_active
+        gate_rows = self.sizes.num_routed
+        up_and_down_rows = 2 * self.sizes.num_active
+        rows = gate_rows + up_and_down_rows
         return float(self.block.hidden_size * rows)
 
     def router_weights(self) -> float:
-        return float(self.router.active_weights())
+        weights = self.router.active_weights()
+        return float(weights)
 
     def router_modules(self) -> dict[str, nn.Module]:
         return {"router": self.router}
@@ -133,7 +154,7 @@ class MoesaicNeurons(MoesaicReplacement):
     def mask_pays(self) -> bool:
         return True
 
-    def _pays(self, x_TD: Tensor) -> bool:
+    def _pairs_pay(self, x_TD: Tensor) -> bool:
         """Whether pair by pair is faster and can be done.
 
         Never while training, compiling or exporting, nor with modules that are wrapped
@@ -143,10 +164,9 @@ class MoesaicNeurons(MoesaicReplacement):
             return False
         if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             return False
-        if (
-            type(self.up_proj) is not nn.Linear
-            or type(self.down_proj) is not Conv1D
-        ):
+        if type(self.up_proj) is not nn.Linear:
+            return False
+        if type(self.down_proj) is not Conv1D:
             return False
         if x_TD.device.type != "cpu" or x_TD.dtype != torch.float32:
             return False
@@ -156,17 +176,21 @@ class MoesaicNeurons(MoesaicReplacement):
         return 0 < len(x_TD) <= FEW_TOKENS
 
     def _pairs(self, x_TD: Tensor, gate_TF: Tensor, runs_TF: Tensor) -> Tensor:
-        start_T1 = nn.functional.pad(runs_TF.sum(1).cumsum(0), (1, 0))
-        neuron_P = runs_TF.nonzero()[:, 1]
+        count_T = runs_TF.sum(1)
+        end_T = count_T.cumsum(0)
+        start_T1 = nn.functional.pad(end_T, (1, 0))
+        pair_P2 = runs_TF.nonzero()
+        neuron_P = pair_P2[:, 1]
         up_P = self._up_of_pairs(x_TD, runs_TF, start_T1, neuron_P)
         if self.up_proj.bias is not None:
             up_P = up_P + self.up_proj.bias[neuron_P]
+        h_P = gate_TF[runs_TF] * up_P
         y_TD = nn.functional.embedding_bag(
             neuron_P,
             self.down_proj.weight,
             start_T1[:-1],
             mode="sum",
-            per_sample_weights=gate_TF[runs_TF] * up_P,
+            per_sample_weights=h_P,
         )
         return y_TD + self.down_proj.bias
 
@@ -178,17 +202,18 @@ class MoesaicNeurons(MoesaicReplacement):
         neuron_P: Tensor,
     ) -> Any:
         """w_up x of the pairs that run (P,)."""
+        zeros_P = x_TD.new_zeros(len(neuron_P))
+        weight_DF = self.up_proj.weight.T
         with warnings.catch_warnings():  # that sparse matrices are new to torch
             warnings.filterwarnings("ignore", message="Sparse CSR")
-            empty = torch.sparse_csr_tensor(
+            pattern_TF = torch.sparse_csr_tensor(
                 start_T1,
                 neuron_P,
-                x_TD.new_zeros(len(neuron_P)),
+                zeros_P,
                 runs_TF.shape,
                 check_invariants=False,
             )
-            weight_DF = self.up_proj.weight.T
-            product = torch.sparse.sampled_addmm(
-                empty, x_TD, weight_DF, beta=0.0
+            up_TF = torch.sparse.sampled_addmm(
+                pattern_TF, x_TD, weight_DF, beta=0.0
             )
-        return product.values()
+        return up_TF.values()

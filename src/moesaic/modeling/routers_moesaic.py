@@ -35,9 +35,8 @@ class MoesaicRouter(nn.Module):
 
     selection_bias: Tensor
     float32_names = ("expert_scale", "selection_bias")
-    choice_width: float | None = (
-        None  # of a soft choice; None: by the scores' spread
-    )
+    # Of a soft choice; None: by the scores' spread.
+    choice_width: float | None = None
     counts_loads = True
     rate_share = 1.0  # of the learning rate of routers
 
@@ -47,21 +46,18 @@ class MoesaicRouter(nn.Module):
         super().__init__()
         router = block.router
         assert router is not None
+        routed = sizes.num_routed
         self.num_active = sizes.num_active
-        self.num_routed = sizes.num_routed
+        self.num_routed = routed
         self.chooser = router.chooser
-        self.cap = min(router.cap or sizes.num_routed, sizes.num_routed)
-        shape = (
-            (sizes.num_routed,) if outer is None else (outer, sizes.num_routed)
-        )
+        self.cap = min(router.cap or routed, routed)
+        shape = (routed,) if outer is None else (outer, routed)
         # Both in float32 in a model of any dtype: training moves them by less than
         # bf16 resolves.
-        self.expert_scale = nn.Parameter(
-            torch.zeros(shape, dtype=torch.float32)
-        )
-        self.register_buffer(
-            "selection_bias", torch.zeros(shape, dtype=torch.float32)
-        )
+        scale = torch.zeros(shape, dtype=torch.float32)
+        self.expert_scale = nn.Parameter(scale)
+        bias = torch.zeros(shape, dtype=torch.float32)
+        self.register_buffer("selection_bias", bias)
 
     def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
         """Scores (T, R) in float32."""
@@ -100,9 +96,9 @@ class MoesaicRouter(nn.Module):
         self, scores_TR: Tensor, expert_T: Tensor | None = None
     ) -> Tensor:
         """The gate of every expert (T, R), whether it runs or not."""
-        return 1 + scores_TR.softmax(dim=-1) * _rows(
-            self.expert_scale, expert_T
-        )
+        scale = _rows(self.expert_scale, expert_T)
+        probability_TR = scores_TR.softmax(dim=-1)
+        return 1 + probability_TR * scale
 
     def forward(
         self,
@@ -120,7 +116,8 @@ class MoesaicRouter(nn.Module):
         scores_TR = self.scores(x_TD, expert_T)
         biased_TR = self.biased(scores_TR, expert_T)
         index_TK = biased_TR.topk(self.num_active, dim=-1).indices
-        return index_TK, self.gates(scores_TR, expert_T).gather(1, index_TK)
+        gate_TR = self.gates(scores_TR, expert_T)
+        return index_TK, gate_TR.gather(1, index_TK)
 
     def pairs(
         self,
@@ -132,10 +129,12 @@ class MoesaicRouter(nn.Module):
         scores_TR = self.scores(x_TD, expert_T)
         chosen_TR = self.choose(scores_TR, expert_T)
         if whole_E is not None:
-            chosen_TR = chosen_TR | whole_E[expert_T, None]
+            whole_T1 = whole_E[expert_T, None]
+            chosen_TR = chosen_TR | whole_T1
         token_P, expert_P = chosen_TR.nonzero(as_tuple=True)
-        gates_TR = self.gates(scores_TR, expert_T)
-        return token_P, expert_P, gates_TR[token_P, expert_P]
+        gate_TR = self.gates(scores_TR, expert_T)
+        gate_P = gate_TR[token_P, expert_P]
+        return token_P, expert_P, gate_P
 
     def gates_of_all(self, x_TD: Tensor) -> Tensor:
         """Gates (T, R), 0 for experts that do not run."""
@@ -155,9 +154,10 @@ class MoesaicLinearRouter(MoesaicRouter):
         self, block: BlockConfig, sizes: Sizes, outer: int | None = None
     ):
         super().__init__(block, sizes, outer)
-        hidden, routed = block.hidden_size, sizes.num_routed
-        width = hidden + self._products(block)
-        self.score_proj = _projection(width, routed, False, True, outer)
+        width = block.hidden_size + self._products(block)
+        self.score_proj = _projection(
+            width, sizes.num_routed, False, True, outer
+        )
 
     def _products(self, block: BlockConfig) -> int:
         return 0
@@ -167,7 +167,8 @@ class MoesaicLinearRouter(MoesaicRouter):
         return x_TD.float()
 
     def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
-        return _apply(self.score_proj, self.features(x_TD, expert_T), expert_T)
+        features = self.features(x_TD, expert_T)
+        return _apply(self.score_proj, features, expert_T)
 
 
 class MoesaicQuadraticRouter(MoesaicLinearRouter):
@@ -213,18 +214,19 @@ class MoesaicNeuronCopyRouter(MoesaicRouter):
     ):
         super().__init__(block, sizes, outer)
         assert block.router is not None
-        hidden, routed = block.hidden_size, sizes.num_routed
+        hidden = block.hidden_size
+        routed = sizes.num_routed
+        bias = block.bias
         self.absolute = block.router.absolute
         self.gate_proj = None
         if block.gated:
-            self.gate_proj = _projection(
-                hidden, routed, block.bias, False, outer
-            )
-        self.up_proj = _projection(hidden, routed, block.bias, False, outer)
+            self.gate_proj = _projection(hidden, routed, bias, False, outer)
+        self.up_proj = _projection(hidden, routed, bias, False, outer)
         self.act_fn = ACT2FN[block.activation]
 
     def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
-        x_TD = x_TD.to(self.up_proj.weight.dtype)  # float32 while it is trained
+        dtype = self.up_proj.weight.dtype  # float32 while it is trained
+        x_TD = x_TD.to(dtype)
         up_TR = _apply(self.up_proj, x_TD, expert_T)
         if self.gate_proj is None:
             scores_TR = self.act_fn(up_TR)
@@ -248,7 +250,8 @@ class MoesaicNeuronCopyRouter(MoesaicRouter):
         if not self.ranks_by_probability:
             return scores_TR
         trained = self.selection_bias.any()
-        return torch.where(trained, scores_TR.softmax(dim=-1), scores_TR)
+        probability_TR = scores_TR.softmax(dim=-1)
+        return torch.where(trained, probability_TR, scores_TR)
 
 
 ROUTERS: dict[str, type[MoesaicRouter]] = {
@@ -263,7 +266,8 @@ def new_router(
 ) -> MoesaicRouter:
     """The router that a configuration names; for all `outer` experts of a layer."""
     assert block.router is not None
-    return ROUTERS[block.router.kind](block, sizes, outer)
+    router_class = ROUTERS[block.router.kind]
+    return router_class(block, sizes, outer)
 
 
 def choose_experts(
@@ -274,11 +278,13 @@ def choose_experts(
     if chooser == "topk":
         index_TK = biased_TR.topk(num_active, dim=-1, sorted=False).indices
         return none_TR.scatter_(1, index_TK, True)
+    chosen_TR = biased_TR > 0
     first_T1 = biased_TR.argmax(-1, keepdim=True)
-    chosen_TR = (biased_TR > 0).scatter_(1, first_T1, True)
+    chosen_TR.scatter_(1, first_T1, True)
     if cap < biased_TR.shape[1]:
         index_TK = biased_TR.topk(cap, dim=-1).indices
-        chosen_TR &= none_TR.scatter_(1, index_TK, True)
+        within_cap_TR = none_TR.scatter_(1, index_TK, True)
+        chosen_TR &= within_cap_TR
     return chosen_TR
 
 
@@ -305,7 +311,9 @@ def _projection(
 def _apply(
     projection: nn.Module, x_TD: Tensor, expert_T: Tensor | None
 ) -> Tensor:
-    return projection(x_TD) if expert_T is None else projection(x_TD, expert_T)
+    if expert_T is None:
+        return projection(x_TD)
+    return projection(x_TD, expert_T)
 
 
 def _rows(values: Tensor, expert_T: Tensor | None) -> Tensor:

@@ -45,10 +45,10 @@ class Ridge:
 
         gram_PP = gram_PP.double()
         diagonal_P = gram_PP.diagonal()
-        mean_energy = float(energy) / len(gram_PP)
         # Where nothing varies, no less than rounding makes of it.
-        rounding = max(1e-10 * mean_energy, 1e-30)
-        penalty = (ridge * diagonal_P.mean()).clamp(min=rounding)
+        rounding = 1e-10 * float(energy) / len(gram_PP)
+        least = max(rounding, 1e-30)
+        penalty = (ridge * diagonal_P.mean()).clamp(min=least)
         diagonal_P.add_(penalty)
         return cls(mean_P, torch.linalg.cholesky(gram_PP))
 
@@ -120,9 +120,7 @@ def fit_linear_router(
     """
     dim = 0 if absolute else 1
     ridge = Ridge.of(blocks, centre=absolute and not centred)
-    target_TR = log_energy(energy_TR, dim)
-    weight_PR = ridge.solve(blocks, target_TR)
-    del target_TR
+    weight_PR = ridge.solve(blocks, log_energy(energy_TR, dim))
     best_PR = weight_PR
     best_deviance = float("inf")
     for step in range(STEPS + 1):
@@ -154,8 +152,7 @@ def _gamma(
     level = energy / exp_sum
     # Where there is no energy at all, nothing is to be learned: e / mu is 0 for all.
     log_mu_TR = score_TR + level.clamp(min=1e-30).log()
-    inverse_mu_TR = (-log_mu_TR).clamp(max=80.0).exp()
-    ratio_TR = energy_TR * inverse_mu_TR
+    ratio_TR = energy_TR * (-log_mu_TR).clamp(max=80.0).exp()
     deviance_TR = ratio_TR + log_mu_TR
     deviance = float(deviance_TR.mean(dtype=torch.float64))
     return ratio_TR.clamp_(max=MOST), deviance

@@ -34,15 +34,21 @@ def whole_state(ffn: DenseFFN, block: BlockConfig, sizes: Sizes) -> State:
     """
     if not sizes.num_routed:
         return _unrouted_state(ffn, block)
-    neurons = np.arange(ffn.intermediate_size)
-    routed = neurons[sizes.shared :].reshape(sizes.num_routed, -1)
-    partition = Partition(neurons[: sizes.shared], routed)
+    neurons_F = np.arange(ffn.intermediate_size)
+    shared_S = neurons_F[: sizes.shared]
+    routed = neurons_F[sizes.shared :]
+    experts_RM = routed.reshape(sizes.num_routed, -1)
+    partition = Partition(shared_S, experts_RM)
+
     router = new_router(block, sizes).to(ffn.up_FD.device)
-    for name, tensor in [*router.named_parameters(), *router.named_buffers()]:
+    tensors = dict(router.named_parameters()) | dict(router.named_buffers())
+    for name, tensor in tensors.items():
         tensor.data.zero_()
         if name not in MoesaicRouter.float32_names:
             tensor.data = tensor.data.to(ffn.up_FD.dtype)
-    return carve(ffn, partition, router, block, sizes).state_dict()
+
+    replacement = carve(ffn, partition, router, block, sizes)
+    return replacement.state_dict()
 
 
 def _unrouted_state(ffn: DenseFFN, block: BlockConfig) -> State:
@@ -53,7 +59,8 @@ def _unrouted_state(ffn: DenseFFN, block: BlockConfig) -> State:
         "shared_expert.down_proj.weight": ffn.down_DF,
     }
     if block.output_bias:
-        state["output_bias"] = ffn.down_DF.new_zeros(len(ffn.down_DF))
+        hidden_size = len(ffn.down_DF)
+        state["output_bias"] = ffn.down_DF.new_zeros(hidden_size)
     return state
 
 
@@ -65,14 +72,14 @@ def stack_experts(
     outer: OuterConfig,
     whole: list[int],
 ) -> MoesaicHierarchy:
-    """One layer's module from the states of its experts'; copies every weight once."""
+    """One layer's module from its experts' states; copies every weight once."""
     with torch.device("meta"):
         stack = MoesaicHierarchy(block, sizes, outer, whole)
-    first = states[0]
     stacked = {}
-    for name, meant in stack.state_dict().items():
-        like = first[_source(name)[0]]
-        all_experts = like.new_zeros(meant.shape)
+    for name, placeholder in stack.state_dict().items():
+        first_source = _source(name)[0]
+        like = states[0][first_source]
+        all_experts = like.new_zeros(placeholder.shape)
         for expert, state in enumerate(states):
             _put(all_experts, name, state, expert, len(states))
         stacked[name] = all_experts
@@ -81,28 +88,35 @@ def stack_experts(
 
 
 def _source(name: str) -> tuple[str, ...]:
-    """What the tensors of one expert's replacement are called that make up this one."""
+    """Which tensors of one expert's replacement make up this one, by name."""
     if name == "shared_experts.gate_up_proj":
         return "shared_expert.gate_proj.weight", "shared_expert.up_proj.weight"
     if name.startswith("shared_experts."):
-        return (name.replace("shared_experts", "shared_expert") + ".weight",)
+        projection = name.removeprefix("shared_experts.")
+        return (f"shared_expert.{projection}.weight",)
     return (name,)
 
 
 def _put(
-    all_experts: Tensor, name: str, state: State, expert: int, experts: int
+    all_experts: Tensor,
+    name: str,
+    state: State,
+    expert: int,
+    experts: int,
 ) -> None:
     """Copies one expert's tensors to their place; what they leave empty is zero."""
     sources = [state[source] for source in _source(name)]
     if name.startswith("experts."):
         rows = len(all_experts) // experts
-        all_experts[expert * rows : (expert + 1) * rows] = sources[0]
+        start = expert * rows
+        all_experts[start : start + rows] = sources[0]
         return
     height = all_experts.shape[1] // len(sources)
     for place, source in enumerate(sources):
         start = place * height
-        corner = all_experts[expert, start : start + len(source)]
-        corner[..., : source.shape[-1]] = source
+        end = start + len(source)
+        width = source.shape[-1]
+        all_experts[expert, start:end][..., :width] = source
 
 
 @torch.no_grad()
@@ -110,17 +124,19 @@ def unstack_expert(stack: MoesaicHierarchy, expert: int) -> MoesaicBlock:
     """The block of one expert as it was before `stack_experts`, copied."""
     with torch.device("meta"):
         block = MoesaicBlock(stack.block, stack.sizes)
-    by_source: dict[str, Tensor] = {}
+    padded_state: dict[str, Tensor] = {}
     for name, tensor in stack.state_dict().items():
-        sources = _source(name)
         if name.startswith("experts."):
-            by_source[name] = tensor.unflatten(0, (stack.num_outer, -1))[expert]
+            by_expert = tensor.unflatten(0, (stack.num_outer, -1))
+            padded_state[name] = by_expert[expert]
             continue
+        sources = _source(name)
         parts = tensor[expert].chunk(len(sources))
-        by_source |= dict(zip(sources, parts, strict=True))
+        padded_state |= dict(zip(sources, parts, strict=True))
+
     state = {}
-    for name, meant in block.state_dict().items():
-        without_padding = tuple(slice(size) for size in meant.shape)
-        state[name] = by_source[name][without_padding].clone()
+    for name, placeholder in block.state_dict().items():
+        without_padding = tuple(slice(size) for size in placeholder.shape)
+        state[name] = padded_state[name][without_padding].clone()
     block.load_state_dict(state, assign=True)
     return block.eval()

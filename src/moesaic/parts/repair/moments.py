@@ -16,9 +16,9 @@ _ROWS = 256  # of the Gram matrix summed at once
 class Moments:
     """Sums over tokens of h h^T, h y^T, h and y.
 
-    h (T, N) is the masked hidden state of the neurons that are kept, y (T, D) the output of the
-    dense FFN. float32; T N (N + 2 D) FLOPs, as only the upper half of h h^T is summed;
-    4 N (N + D) bytes.
+    h (T, N) is the masked hidden state of the neurons that are kept, y (T, D) the
+    output of the dense FFN. float32; T N (N + 2 D) FLOPs, as only the upper half of
+    h h^T is summed; 4 N (N + D) bytes.
     """
 
     def __init__(self, neurons: int, hidden_size: int, device: torch.device):
@@ -42,39 +42,45 @@ class Moments:
         return upper_NN
 
     def add(self, h_TN: Tensor, y_TD: Tensor) -> None:
-        self.tokens += len(h_TN)
+        """Adds a block of tokens."""
+        tokens = len(h_TN)
+        self.tokens += tokens
         for start in range(0, self.neurons, _ROWS):
-            rows_TM = h_TN[:, start : start + _ROWS]
-            self._upper_NN[start : start + _ROWS, start:].addmm_(
-                rows_TM.T, h_TN[:, start:]
-            )
+            end = start + _ROWS
+            upper = self._upper_NN[start:end, start:]
+            upper.addmm_(h_TN[:, start:end].T, h_TN[:, start:])
         self.cross_ND.addmm_(h_TN.T, y_TD)
-        ones_T = h_TN.new_ones(
-            len(h_TN)
-        )  # a product sums columns faster than a sum does
+        # A product sums columns faster than a sum does.
+        ones_T = h_TN.new_ones(tokens)
         self.sum_N.addmv_(h_TN.T, ones_T)
         self.sum_D.addmv_(y_TD.T, ones_T)
 
     def residual(self, down_ND: Tensor) -> Residual:
-        """The sums of r = y - H W, without a product per token: H^T r = H^T y - (H^T H) W."""
+        """The sums of r = y - H W, without a product per token.
+
+        H^T r = H^T y - (H^T H) W.
+        """
+        down_ND = down_ND.double()
         gram_NN = self.gram_NN
-        sum_N, down_ND = self.sum_N.double(), down_ND.double()
+        sum_N = self.sum_N.double()
         cross_ND = self.cross_ND.double() - gram_NN @ down_ND
-        tokens, sum_D = (
-            max(self.tokens, 1),
-            self.sum_D.double() - sum_N @ down_ND,
-        )
+        sum_D = self.sum_D.double() - sum_N @ down_ND
+        tokens = max(self.tokens, 1)
         return Residual(
-            self.tokens, gram_NN, cross_ND, sum_N / tokens, sum_D / tokens
+            tokens=self.tokens,
+            gram_NN=gram_NN,
+            cross_ND=cross_ND,
+            mean_N=sum_N / tokens,
+            mean_D=sum_D / tokens,
         )
 
 
 @dataclass(frozen=True)
 class Residual:
-    """What least squares on r needs, in float64: sums of h h^T and h r^T, means of h and r."""
+    """What least squares on r needs, in float64."""
 
     tokens: int
-    gram_NN: Tensor
-    cross_ND: Tensor
-    mean_N: Tensor
-    mean_D: Tensor
+    gram_NN: Tensor  # sum of h h^T
+    cross_ND: Tensor  # sum of h r^T
+    mean_N: Tensor  # of h
+    mean_D: Tensor  # of r

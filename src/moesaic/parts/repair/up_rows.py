@@ -1,4 +1,4 @@
-"""Refits the rows of W_up: an FFN's output is linear in them too, where a gate is beside them.
+"""Refits the rows of W_up: beside a gate, an FFN's output is linear in them too.
 
 Shape suffixes: T tokens, D hidden_size, N neurons that are kept.
 """
@@ -19,44 +19,54 @@ def refit_up(
     down_ND: Tensor,
     steps: int,
 ) -> Tensor:
-    """Corrections U (N, D) of the rows of W_up that bring (gate * (x U^T)) W_down near r.
+    """Corrections U (N, D) of the rows of W_up.
 
-    `gate_TN` is act(gate x), 0 where the mask lets nothing through. Least squares in N D unknowns,
-    whose normal matrix would have (N D)^2 entries: `steps` of conjugate gradients instead,
-    preconditioned with the Kronecker product of neurons' energies and the inputs' Gram matrix,
-    which it would be if neurons fired independently. 8 T N D FLOPs a step; memory 3 T N floats.
+    They bring (gate * (x U^T)) W_down near r. `gate_TN` is act(gate x), 0 where the
+    mask lets nothing through. Least squares in N D unknowns, whose normal matrix would
+    have (N D)^2 entries: `steps` of conjugate gradients instead, preconditioned with
+    the Kronecker product of neurons' energies and the inputs' Gram matrix, which it
+    would be if neurons fired independently. 8 T N D FLOPs a step; memory 3 T N floats.
     """
     gram_DD = (x_TD.T @ x_TD).double() / len(x_TD)
-    mean = gram_DD.diagonal().mean()
-    gram_DD.diagonal().add_(RIDGE * mean + 1e-30)
+    diagonal_D = gram_DD.diagonal()
+    mean_square = diagonal_D.mean()
+    diagonal_D.add_(RIDGE * mean_square + 1e-30)
     inverse_DD = torch.linalg.inv(gram_DD).float()
-    energy_N = gate_TN.square().sum(0) * down_ND.square().sum(1)
+    gate_energy_N = gate_TN.square().sum(0)
+    norm2_N = down_ND.square().sum(1)
+    energy_N = gate_energy_N * norm2_N
     floor = (RIDGE * energy_N.mean()).clamp(min=1e-30)
-    ridge = float(floor * mean)
+    damped_N1 = (energy_N + floor)[:, None]
+    ridge = float(floor * mean_square)
+
+    def transposed(y_TD: Tensor) -> Tensor:
+        image_TN = gate_TN * (y_TD @ down_ND.T)
+        return torch.mm(image_TN.T, x_TD)
 
     def normal(u_ND: Tensor) -> Tensor:
         y_TD = (gate_TN * (x_TD @ u_ND.T)) @ down_ND
         return transposed(y_TD) + ridge * u_ND
 
-    def transposed(y_TD: Tensor) -> Tensor:
-        return torch.mm((gate_TN * (y_TD @ down_ND.T)).T, x_TD)
-
     def precondition(r_ND: Tensor) -> Tensor:
-        return torch.mm(r_ND / (energy_N + floor)[:, None], inverse_DD)
+        return torch.mm(r_ND / damped_N1, inverse_DD)
 
     u_ND = torch.zeros_like(down_ND)
     r_ND = transposed(residual_TD)
     z_ND = precondition(r_ND)
-    direction_ND, size = z_ND, (r_ND * z_ND).sum()
-    least = 1e-12 * size
+    direction_ND = z_ND
+    size = (r_ND * z_ND).sum()
+    least_size = 1e-12 * size
     for _ in range(steps):
-        if not size > least:  # solved as far as float32 goes
+        # Solved as far as float32 goes.
+        if not size > least_size:
             break
         image_ND = normal(direction_ND)
-        step = size / (direction_ND * image_ND).sum()
+        curvature = (direction_ND * image_ND).sum()
+        step = size / curvature
         u_ND = u_ND + step * direction_ND
         r_ND = r_ND - step * image_ND
         z_ND = precondition(r_ND)
-        before, size = size, (r_ND * z_ND).sum()
-        direction_ND = z_ND + size / before * direction_ND
+        previous_size = size
+        size = (r_ND * z_ND).sum()
+        direction_ND = z_ND + size / previous_size * direction_ND
     return u_ND
