@@ -684,7 +684,7 @@ def test_a_bad_conversion_ends_with_advice(
         ({"sizes": {"num_active": 6}}, "num_active does not fit the layout S3A3E8"),
         ({"sizes": {"num_active": 0}}, "num_active does not fit"),
         ({"sizes": {"shared": -1}}, "contradicts itself"),
-        ({"sizes": {"expert": 200}}, "contradicts itself"),
+        ({"sizes": {"expert": 200, "intermediate": 768}}, "intermediate does not fit"),
         ({"sizes": {"intermediate": 10}}, "contradicts itself"),
         ({"layers": [0, 99]}, "layers does not fit"),
         ({"block": None}, "is damaged"),

@@ -89,7 +89,7 @@ def test_a_gguf_file_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     assert report.model == str(path)
     config = load_config(output)
-    assert config.moesaic["base_model"] == "tiny.gguf"
+    assert config.moesaic.base_model == "tiny.gguf"
     assert not hasattr(config, "quantization_config")
     assert str(tmp_path) not in (output / "config.json").read_text()
     assert str(tmp_path) not in (output / "tokenizer_config.json").read_text()
@@ -200,7 +200,7 @@ def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:
 
 
 def made_from(base: str) -> Any:
-    return SimpleNamespace(model_type="moesaic", moesaic={"base_model": base})
+    return SimpleNamespace(model_type="moesaic", moesaic=SimpleNamespace(base_model=base))
 
 
 @pytest.mark.parametrize("base", ["demo", "somebody/model"])

@@ -121,7 +121,7 @@ def test_the_block_is_the_loop_over_tokens_and_neurons(family: str, count: int) 
         with torch.no_grad():
             gate_TF = block.act_fn(block.gate_proj(x_TD))
             assert np.array_equal((router(x_TD, gate_TF) > 0).numpy(), runs_TF)
-            assert block._pays(x_TD) == (count <= 2)
+            assert block._pairs_pay(x_TD) == (count <= 2)
             np.testing.assert_allclose(block(x_TD).numpy(), y_TD, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(block(x_TD).detach().numpy(), y_TD, rtol=1e-4, atol=1e-5)
         assert 0.2 < runs_TF.mean() < 0.8

@@ -12,20 +12,20 @@ import moesaic
 
 def test_public_names() -> None:
     assert moesaic.__all__ == [
-        "RECIPES",
+        "METHODS",
         "ConversionReport",
         "ExportReport",
         "FinetuneReport",
         "Layout",
+        "Method",
         "MoesaicError",
-        "Recipe",
         "__version__",
         "compare",
         "convert",
         "explain",
         "export",
         "finetune",
-        "load_recipe",
+        "load_method",
         "perplexity",
     ]
 

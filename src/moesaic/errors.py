@@ -12,8 +12,13 @@ class MoesaicError(ValueError):
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> MoesaicError:
     """The error for a name that is not in `known`, with the nearest names suggested."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    listed = ", ".join(known) if len(known) <= 20 else f"{len(known)} others"
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+    hint = ""
+    if nearest:
+        suggestion = " or ".join(nearest)
+        hint = f"did you mean {suggestion}? "
+    listed = ", ".join(names)
+    if len(names) > 20:
+        listed = f"{len(names)} others"
     return MoesaicError(f"unknown {kind} {name!r}: {hint}known are {listed}")

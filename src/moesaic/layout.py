@@ -36,13 +36,14 @@ class Layout:
             )
         if self.num_total <= self.num_shared:
             raise MoesaicError(
-                f"layout {self}: {self.num_shared} shared of {self.num_total} experts leave none "
-                "to route (E must exceed S)"
+                f"layout {self}: {self.num_shared} shared of {self.num_total} experts "
+                "leave none to route (E must exceed S)"
             )
         if self.num_active > self.num_routed:
             raise MoesaicError(
                 f"layout {self}: {self.num_active} routed experts cannot run where "
-                f"{self.num_total} - {self.num_shared} = {self.num_routed} exist (A <= E - S)"
+                f"{self.num_total} - {self.num_shared} = {self.num_routed} exist "
+                "(A <= E - S)"
             )
 
     @classmethod
@@ -51,17 +52,18 @@ class Layout:
         match = _FORM.fullmatch(str(text).strip().upper())
         if match is None:
             raise MoesaicError(
-                f"layout {text!r} is not of the form SxAyEz; S3A3E8 means 3 shared experts and "
-                "3 of the 5 routed ones per token, 8 in total"
+                f"layout {text!r} is not of the form SxAyEz; S3A3E8 means 3 shared "
+                "experts and 3 of the 5 routed ones per token, 8 in total"
             )
-        return cls(*(int(number) for number in match.groups()))
+        shared, active, total = match.groups()
+        return cls(int(shared), int(active), int(total))
 
     @property
     def num_routed(self) -> int:
         return self.num_total - self.num_shared
 
     def sizes(self, intermediate_size: int) -> Sizes:
-        """Splits an FFN's neurons: experts of floor(d_h / N), what is left over joins the shared.
+        """Splits an FFN's neurons: experts of floor(d_h / N), the shared ones get the rest.
 
         Raises MoesaicError where an expert would have no neuron.
         """
@@ -70,8 +72,8 @@ class Layout:
         expert = intermediate_size // self.num_total
         if expert == 0:
             raise MoesaicError(
-                f"layout {self}: {self.num_total} experts cannot share the {intermediate_size} "
-                f"neurons of an FFN; take E <= {intermediate_size}"
+                f"layout {self}: {self.num_total} experts cannot share the "
+                f"{intermediate_size} neurons of an FFN; take E <= {intermediate_size}"
             )
         shared = intermediate_size - self.num_routed * expert
         return Sizes(shared, expert, self.num_routed, self.num_active)
@@ -103,27 +105,36 @@ def layouts_for(
         raise MoesaicError(
             f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter"
         )
-    found: dict[str, Layout] = {}
-    counts = [experts] if experts else [GRAINS[grain], GRAINS[grain] // 2]
-    for count in counts:
-        total = experts or intermediate_size // -(-intermediate_size // count)
+    # Candidates: how many experts there are, and how many of them are shared.
+    candidates = []
+    if experts:
+        half_of_active = round((1 - sparsity) * experts) // 2
+        candidates.append((experts, half_of_active))
+    else:
+        most = GRAINS[grain]
+        for count in (most, most // 2):
+            neurons = -(-intermediate_size // count)
+            total = intermediate_size // neurons
+            candidates += [(total, 1), (total, total // 8)]
+    active_neurons = (1 - sparsity) * intermediate_size
+    layouts: list[Layout] = []
+    for total, shared in candidates:
         size = max(1, intermediate_size // total)  # as `sizes` has it
-        half = round((1 - sparsity) * total) // 2
-        for shared in (half,) if experts else (1, total // 8):
-            always = intermediate_size - (total - shared) * size
-            routed = round(((1 - sparsity) * intermediate_size - always) / size)
-            if always >= 0 and 1 <= routed < total - shared:
-                layout = Layout(shared, routed, total)
-                found.setdefault(str(layout), layout)
-    if not found:
-        most = experts or f"at most {counts[0]}"
+        routed = total - shared
+        shared_neurons = intermediate_size - routed * size
+        num_active = round((active_neurons - shared_neurons) / size)
+        if shared_neurons >= 0 and 1 <= num_active < routed:
+            layout = Layout(shared, num_active, total)
+            if layout not in layouts:
+                layouts.append(layout)
+    if not layouts:
+        allowed = f"at most {GRAINS[grain]}"
+        advice = "take another --grain or --sparsity"
+        if experts:
+            allowed = str(experts)
+            advice = "give a --layout"
         raise MoesaicError(
-            f"sparsity {sparsity}: no layout with {most} experts of an FFN of "
-            f"{intermediate_size} neurons reaches it; "
-            + (
-                "give a --layout"
-                if experts
-                else "take another --grain or --sparsity"
-            )
+            f"sparsity {sparsity}: no layout with {allowed} experts of an FFN of "
+            f"{intermediate_size} neurons reaches it; {advice}"
         )
-    return list(found.values())
+    return layouts

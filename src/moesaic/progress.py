@@ -1,7 +1,7 @@
 """How far a long step is: a bar in a terminal, plain lines in a log file.
 
-A line is written when a step begins, then at most once a minute, and at the end of a step
-that took over a minute. All of it goes to stderr.
+A line is written when a step begins, then at most once a minute, and at the end of a
+step that took over a minute. All of it goes to stderr.
 """
 
 from __future__ import annotations
@@ -157,9 +157,11 @@ class _Lines:
     def reach(self, done: int) -> None:
         self.done = done
         now = self.now()
-        if now - self.last_line >= _MINUTE and not self._finished():
+        is_due = now - self.last_line >= _MINUTE
+        if is_due and not self._finished():
             self.last_line = now
-            _say(f"{self.description}: {self._count()}{self._outlook(now)}")
+            outlook = self._outlook(now)
+            _say(f"{self.description}: {self._count()}{outlook}")
 
     def describe(self, description: str) -> None:
         self.description = description
@@ -167,9 +169,8 @@ class _Lines:
     def stop(self) -> None:
         seconds = self.now() - self.started
         if self._finished() and seconds > _MINUTE:
-            _say(
-                f"{self.description}: {self._count()}, took {duration(seconds)}"
-            )
+            taken = duration(seconds)
+            _say(f"{self.description}: {self._count()}, took {taken}")
 
     def _finished(self) -> bool:
         return self.total is not None and self.done >= self.total
@@ -197,7 +198,8 @@ def duration(seconds: float) -> str:
     minutes = round(seconds / _MINUTE)
     if seconds < 2 * _HOUR:
         return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
 
 
 def _in_terminal() -> bool:

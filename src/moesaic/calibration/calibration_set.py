@@ -58,7 +58,9 @@ class CalibrationSet:
         if ids.ndim == 2:
             return cls(ids)
         tokens = len(ids)
-        heldout_tokens = max(tokens // HELD_OUT, length) if samples > 1 else 0
+        heldout_tokens = 0
+        if samples > 1:
+            heldout_tokens = max(tokens // HELD_OUT, length)
         fit_tokens = tokens - heldout_tokens
         if fit_tokens < length:
             needed = f"one sample needs {length}"
@@ -75,7 +77,8 @@ class CalibrationSet:
         start_N = (place_N * fit_starts).long()
         first_heldout = samples - heldout_windows(samples)
         heldout_starts = heldout_tokens - length + 1
-        offset_H = (place_N[first_heldout:] * heldout_starts).long()
+        place_H = place_N[first_heldout:]
+        offset_H = (place_H * heldout_starts).long()
         start_N[first_heldout:] = fit_tokens + offset_H
 
         offset_L = torch.arange(length)

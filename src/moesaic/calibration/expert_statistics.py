@@ -109,26 +109,40 @@ def compute_expert_statistics(
     tokens_E = [expert_inputs.tokens for expert_inputs in inputs]
     energy = energy_EM.cpu().numpy()
     total = sum_EM.cpu().numpy()
-    marks_E = torch.cat(marks).split(tokens_E) if marks else None
-    x_E = torch.cat(sample_x).split(sampled_E) if kind.sample else None
-    h_E = torch.cat(sample_h).split(sampled_E) if kind.sample else None
+    marks_E = _by_expert(marks, tokens_E)
+    x_E = _by_expert(sample_x, sampled_E)
+    h_E = _by_expert(sample_h, sampled_E)
     statistics = []
     for e, tokens in enumerate(tokens_E):
+        active_TK = marks_E[e]
         active = None
-        if marks_E is not None:
-            active = binary(marks_E[e].numpy(), neurons)
-        statistics.append(
-            Statistics(
-                tokens=tokens,
-                energy_F=energy[e],
-                sum_F=total[e],
-                active=active,
-                gram_FF=None if gram_EMM is None else gram_EMM[e],
-                sample_x_SD=None if x_E is None else x_E[e],
-                sample_h_SF=None if h_E is None else h_E[e],
-            )
+        if active_TK is not None:
+            active = binary(active_TK.numpy(), neurons)
+        gram_MM = None
+        if gram_EMM is not None:
+            gram_MM = gram_EMM[e]
+        expert_statistics = Statistics(
+            tokens=tokens,
+            energy_F=energy[e],
+            sum_F=total[e],
+            active=active,
+            gram_FF=gram_MM,
+            sample_x_SD=x_E[e],
+            sample_h_SF=h_E[e],
         )
+        statistics.append(expert_statistics)
     return statistics
+
+
+def _by_expert(
+    blocks: list[Tensor],
+    size_E: list[int],
+) -> Sequence[Tensor | None]:
+    """Each expert's rows of blocks that are sorted by expert; None without any."""
+    if not blocks:
+        return [None] * len(size_E)
+    rows_E: Sequence[Tensor] = torch.cat(blocks).split(size_E)
+    return rows_E
 
 
 def _sampled_rows(

@@ -54,7 +54,9 @@ _USUAL_FIELD = "text"
 
 def has_heldout_split(source: Any) -> bool:
     """Whether a source has text of its own for evaluation."""
-    return isinstance(source, str) and (source == "demo" or source in _HUB)
+    if not isinstance(source, str):
+        return False
+    return source == "demo" or source in _HUB
 
 
 def read_documents(source: str | Path, heldout: bool = False) -> list[str]:
@@ -183,7 +185,8 @@ def _read_file(path: Path, field: str | None) -> list[str]:
         # Not splitlines: a line separator within a string ends no line of JSON.
         lines = text.split("\n")
         rows = [line for line in lines if line.strip()]
-        return [_field_of(path, row, field or _USUAL_FIELD) for row in rows]
+        name = field or _USUAL_FIELD
+        return [_field_of(path, row, name) for row in rows]
     if field is not None:
         raise MoesaicError(
             f"{path} is plain text, which has no fields; leave out :{field}"
@@ -207,7 +210,8 @@ def _parquet_rows(path: Path, field: str) -> list[str]:
     if field not in table.column_names:
         names = ", ".join(table.column_names)
         raise MoesaicError(f"{path} has no field {field!r}; it has {names}")
-    return [_text(value) for value in table.column(field).to_pylist()]
+    values = table.column(field).to_pylist()
+    return [_text(value) for value in values]
 
 
 def _field_of(path: Path, row: str, field: str) -> str:
@@ -215,9 +219,9 @@ def _field_of(path: Path, row: str, field: str) -> str:
     record = json.loads(row)
     if isinstance(record, dict) and field in record:
         return _text(record[field])
-    names = (
-        ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    )
+    names = type(record).__name__
+    if isinstance(record, dict):
+        names = ", ".join(record)
     raise MoesaicError(
         f"{path} has a line without the field {field!r}; it has {names}"
     )
@@ -250,7 +254,7 @@ def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> Tensor:
         raise MoesaicError(
             "the texts of a list must be strings (token ids go into a tensor)"
         )
-    documents = [text for text in texts if text is not None and text.strip()]
+    documents = [text for text in texts if text and text.strip()]
     if not documents:
         raise MoesaicError("the calibration text is empty")
     if tokenizer is None:
@@ -261,8 +265,9 @@ def to_ids(source: Any, tokenizer: Any, heldout: bool = False) -> Tensor:
 
 
 def _checked_ids(ids: Tensor) -> Tensor:
-    row_or_windows = ids.ndim in (1, 2) and ids.numel() > 0
-    if not row_or_windows or ids.is_floating_point():
+    row_or_windows = ids.ndim in (1, 2)
+    whole_numbers = not ids.is_floating_point()
+    if not row_or_windows or not whole_numbers or ids.numel() == 0:
         raise MoesaicError(
             f"token ids of shape {tuple(ids.shape)} and {ids.dtype}; expected one row, "
             "or a matrix of windows, of whole numbers"

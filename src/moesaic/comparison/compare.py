@@ -83,25 +83,25 @@ def compare(
     method, sparsity and seed one conversion and one pass over every text. Raises
     MoesaicError for bad input.
     """
-    methods = tuple(load_method(recipe) for recipe in recipes)
-    known = {method.name for method in methods}
-    others = tuple(
-        load_method(name) for name in references if name not in known
-    )
+    methods = [load_method(recipe) for recipe in recipes]
+    names = {method.name for method in methods}
+    others = [load_method(name) for name in references if name not in names]
+    texts = text or [calibration]
+    folder = None if output is None else Path(output)
     options = CompareOptions(
         model=model,
-        methods=methods,
-        references=others,
+        methods=tuple(methods),
+        references=tuple(others),
         sparsities=tuple(sparsity),
         layout=layout,
         grain=grain,
         calibration=calibration,
-        texts=tuple(text or [calibration]),
+        texts=tuple(texts),
         seeds=seeds,
         samples=samples,
         sequence_length=sequence_length,
         max_tokens=max_tokens,
-        output=None if output is None else Path(output),
+        output=folder,
         resume=resume,
         device=device,
         dtype=dtype,
@@ -114,71 +114,73 @@ def run_comparison(
     options: CompareOptions, progress: Callable[[str], Any]
 ) -> dict[str, Any]:
     """Plan, read texts, load, take up what is done, fill in the cells, rank, write."""
+    model = options.model
+    trust = options.trust_remote_code
     device = choose_device(options.device)
-    config = load_config(options.model, options.trust_remote_code)
+    config = load_config(model, trust)
     planned = make_entries(options, config)
     length = window_length([config], options.sequence_length)
-    # One number for all: the method that needs most decides, or nobody's numbers are
-    # comparable.
-    needed = [usual_samples(entry.plan, length) for entry in planned.entries]
-    samples = max(needed) if options.samples is None else options.samples
+    samples = options.samples
+    if samples is None:
+        # One number for all: the method that needs most decides, or nobody's numbers
+        # are comparable.
+        samples = max(
+            usual_samples(entry.plan, length) for entry in planned.entries
+        )
     check_samples(samples, length)
-    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    tokenizer = load_tokenizer(model, trust)
     ids, texts = _read_texts(options, tokenizer, length)
-    calibrations = [
-        CalibrationSet.sample(ids, samples, length, seed)
-        for seed in range(options.seeds)
+    seeds = range(options.seeds)
+    calibration_sets = [
+        CalibrationSet.sample(ids, samples, length, seed) for seed in seeds
     ]
-    dense = load_model(
-        options.model, options.dtype, options.trust_remote_code, device
-    )
+    dense = load_model(model, options.dtype, trust, device)
     ffns = find_ffns(dense)
     check_vocabulary(dense, ids)
     evaluation = _Evaluation(texts, length, options.max_tokens)
+    dtype = str(dense.dtype).removeprefix("torch.")
+    calibration = {
+        "source": options.calibration,
+        "samples": samples,
+        "sequence_length": length,
+    }
     settings = {
-        "model": options.model,
+        "model": model,
         "weights": check_weights(ffns, dense),
-        "dtype": str(dense.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "device": device.type,
-        "calibration": {
-            "source": options.calibration,
-            "samples": samples,
-            "sequence_length": length,
-        },
+        "calibration": calibration,
         "calibration_tokens": _digest(ids),
         "texts": evaluation.digests(),
         "max_tokens": options.max_tokens,
         "versions": _versions(),
     }
-    check_stream(ffns, calibrations[0].windows_NL)
-    results = _Results.take_up(options, settings)
+    check_stream(ffns, calibration_sets[0].windows_NL)
+    results = _Results.resumed(options, settings)
     if not results.dense:
         progress("dense: evaluating")
         results.dense = evaluation.perplexities(dense)
         results.write()
     left_out = list(planned.left_out)
-    work = _Work(dense, ffns, device, evaluation)
+    trials = _Trials(dense, ffns, device, evaluation)
+    keys = []
     for entry in planned.entries:
-        for seed, calibration in enumerate(calibrations):
-            if entry.key(seed) in results.cells:
+        for seed, calibration_set in enumerate(calibration_sets):
+            key = entry.key(seed)
+            keys.append(key)
+            if key in results.cells:
                 continue
             name = f"{entry.label}, {entry.plan.label}, seed {seed}"
             progress(name)
             try:
-                cell = work.cell(entry, calibration, seed)
-            except (
-                MoesaicError
-            ) as error:  # one that diverges must not cost the others
+                cell = trials.cell(entry, calibration_set, seed)
+            except MoesaicError as error:
+                # One that diverges must not cost the others.
                 left_out.append(f"without {name}: {error}")
                 continue
-            results.cells[entry.key(seed)] = cell
+            results.cells[key] = cell
             results.write()
-    wanted = [
-        entry.key(seed)
-        for entry in planned.entries
-        for seed in range(options.seeds)
-    ]
-    return results.finish(wanted, left_out)
+    return results.finish(keys, left_out)
 
 
 @dataclass(frozen=True)
@@ -197,14 +199,15 @@ class _Evaluation:
         return values
 
     def digests(self) -> dict[str, str]:
-        return {
-            name: _digest(ids[: self.max_tokens])
-            for name, ids in self.texts.items()
-        }
+        digests = {}
+        for name, ids in self.texts.items():
+            evaluated = ids[: self.max_tokens]
+            digests[name] = _digest(evaluated)
+        return digests
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Trials:
     """The dense model, which every conversion starts from and leaves as it was."""
 
     dense: Any
@@ -227,25 +230,27 @@ class _Work:
             run = Run(stream, plan, calibration, seed, seconds, trial=True)
             layers = plan.method.convert(self.dense, calibration, plan, run)
             values = self.evaluation.perplexities(self.dense)
+        method = entry.method
+        repairs = isinstance(method, FFNMethod) and method.fits_weights
+        macs = plan.macs.total / plan.dense_macs.total
         loads = [layer.expert_load for layer in layers if layer.expert_load]
+        errors = [layer.relative_error for layer in layers]
+        better_static = [layer.layer for layer in layers if layer.better_static]
         return Cell(
             method=entry.label,
             role=entry.role,
-            saves=entry.method.saves,
+            saves=method.saves,
             routes=plan.moe.router is not None,
-            repairs=isinstance(entry.method, FFNMethod)
-            and entry.method.fits_weights,
+            repairs=repairs,
             sparsity=entry.sparsity,
             seed=seed,
             layout=plan.label,
             shape=plan.words,
             active_ffn_fraction=plan.macs.active_ffn_fraction,
-            macs=plan.macs.total / plan.dense_macs.total,
+            macs=macs,
             perplexity=values,
-            relative_error=[layer.relative_error for layer in layers],
-            better_static=[
-                layer.layer for layer in layers if layer.better_static
-            ],
+            relative_error=errors,
+            better_static=better_static,
             load_max_over_mean=_unevenness(loads),
             dead_experts=_dead_experts(loads),
             notes=_notes(layers),
@@ -255,7 +260,10 @@ class _Work:
 
 def _unevenness(loads: list[list[float]]) -> float | None:
     """The most used expert's load over the mean, in the worst layer."""
-    ratios = [max(load) * len(load) / sum(load) for load in loads]
+    ratios = []
+    for load in loads:
+        ratio = max(load) * len(load) / sum(load)
+        ratios.append(ratio)
     return max(ratios, default=None)
 
 
@@ -264,12 +272,16 @@ def _dead_experts(loads: list[list[float]]) -> int:
     dead = 0
     for load in loads:
         mean = sum(load) / len(load)
-        dead += sum(share < DEAD * mean for share in load)
+        least = DEAD * mean
+        dead += sum(share < least for share in load)
     return dead
 
 
 def _notes(layers: list[LayerReport]) -> list[str]:
-    return sorted({note for layer in layers for note in layer.notes})
+    notes: set[str] = set()
+    for layer in layers:
+        notes.update(layer.notes)
+    return sorted(notes)
 
 
 @dataclass
@@ -282,7 +294,7 @@ class _Results:
     cells: dict[str, Cell]
 
     @classmethod
-    def take_up(
+    def resumed(
         cls, options: CompareOptions, settings: dict[str, Any]
     ) -> _Results:
         """The cells that an earlier run finished.
@@ -302,10 +314,11 @@ class _Results:
             )
         try:
             values: dict[str, Any] = json.loads(path.read_text("utf-8"))
-            earlier = values["settings"]
+            earlier_settings = values["settings"]
             dense = values["dense"]
             cells = {
-                key: Cell.from_dict(one) for key, one in values["cells"].items()
+                key: Cell.from_dict(cell)
+                for key, cell in values["cells"].items()
             }
         except (
             OSError,
@@ -318,10 +331,11 @@ class _Results:
                 f"{path} cannot be resumed ({error!r}); remove it"
             ) from error
         for key, value in settings.items():
-            if earlier.get(key) != value:
+            earlier = earlier_settings.get(key)
+            if earlier != value:
                 raise MoesaicError(
-                    f"{path} was made with {key} = {earlier.get(key)}, this run has "
-                    f"{value}; choose another output"
+                    f"{path} was made with {key} = {earlier}, this run has {value}; "
+                    "choose another output"
                 )
         return cls(options, settings, dense, cells)
 
@@ -330,17 +344,17 @@ class _Results:
         return {"settings": self.settings, "dense": self.dense, "cells": cells}
 
     def write(self, result: dict[str, Any] | None = None) -> None:
-        values = result or (self.to_dict() | {"rows": []})
-        _write(
-            self.options.output,
-            "compare.json",
-            json.dumps(values, indent=2) + "\n",
-        )
+        values = result
+        if values is None:
+            values = self.to_dict()
+            values["rows"] = []
+        text = json.dumps(values, indent=2)
+        _write(self.options.output, "compare.json", text + "\n")
 
-    def finish(self, wanted: list[str], left_out: list[str]) -> dict[str, Any]:
-        """Ranks the cells that were asked for; writes table, page and plot."""
-        shown = [cell for key, cell in self.cells.items() if key in wanted]
-        rows = ranked(shown, self.dense)
+    def finish(self, keys: list[str], left_out: list[str]) -> dict[str, Any]:
+        """Ranks the cells of this run; writes table, page and plot."""
+        cells = [cell for key, cell in self.cells.items() if key in keys]
+        rows = ranked(cells, self.dense)
         result = self.to_dict()
         result["rows"] = [row.to_dict() for row in rows]
         result["remarks"] = left_out + remarks(rows)
@@ -357,12 +371,13 @@ def _read_texts(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Calibration ids, and the ids of every text; no text is among the former."""
     source = options.calibration
+    source_path = Path(source).resolve()
     ids = to_ids(source, tokenizer)
     ids, validation = hold_out(ids, source, tokenizer, length)
     texts = {}
     for text in options.texts:
-        same = Path(text).resolve() == Path(source).resolve()
-        if not same or has_heldout_split(text):
+        is_source = Path(text).resolve() == source_path
+        if not is_source or has_heldout_split(text):
             texts[text] = to_ids(text, tokenizer, heldout=True)
         elif validation is not None:
             texts[text] = validation.ids
@@ -380,15 +395,17 @@ def _versions() -> dict[str, str]:
 
 
 def _digest(ids: Tensor) -> str:
-    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    content = ids.numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _write(output: Path | None, name: str, content: str | bytes) -> None:
     """The whole file or the old one: a killed run leaves no half."""
     if output is None:
         return
+    path = output / name
     try:
         output.mkdir(parents=True, exist_ok=True)
-        write_file(output / name, content)
+        write_file(path, content)
     except OSError as error:
-        raise MoesaicError(f"cannot write {output / name}: {error}") from error
+        raise MoesaicError(f"cannot write {path}: {error}") from error

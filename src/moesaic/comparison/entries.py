@@ -41,10 +41,9 @@ class Entry:
         """Names a cell; methods of one name but other settings differ in it."""
         settings = self.method.to_dict() | {"layout": self.plan.label}
         text = json.dumps(settings, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return (
-            f"{self.label} {self.sparsity or self.plan.label} {seed} {digest}"
-        )
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        budget = self.sparsity or self.plan.label
+        return f"{self.label} {budget} {seed} {digest[:12]}"
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,17 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
         ]
         for method in options.references:
             try:
-                entries.append(
-                    _entry(options, config, method, REFERENCE, budget)
-                )
+                reference = _entry(options, config, method, REFERENCE, budget)
             except MoesaicError as error:
                 left_out.append(f"without {method.name}: {error}")
-    repaired = [m for m in options.references if m.name == "static-repaired"]
-    if repaired:
+            else:
+                entries.append(reference)
+    reference_names = [method.name for method in options.references]
+    if "static-repaired" in reference_names:
         for budget in options.budgets:
-            entry = _static_of_equal_work(entries, config, budget)
-            if entry is not None:
-                entries.append(entry)
+            equal_work = _static_of_equal_work(entries, config, budget)
+            if equal_work is not None:
+                entries.append(equal_work)
     return Entries(entries, left_out)
 
 
@@ -115,12 +114,14 @@ def _static_of_equal_work(
     if plan.sizes.active == total:
         return None
     saved = plan.dense_macs.total - plan.macs.total
-    neurons = total - int(saved / _work_of_a_neuron(plan))
+    saved_neurons = int(saved / _work_of_a_neuron(plan))
+    neurons = total - saved_neurons
     if not 2 <= neurons < total:
         return None
     static = load_method("static-repaired")
     layout = Layout(1, neurons - 1, total)
-    static_plan = make_plan(config, plan.model, static, Budget(layout))
+    static_budget = Budget(layout)
+    static_plan = make_plan(config, plan.model, static, static_budget)
     label = f"{static.name}, MACs of {plan.method.name}"
     return Entry(label, EQUAL_WORK, budget.sparsity, static_plan)
 
@@ -136,9 +137,13 @@ def _is_fitted_and_routed(entry: Entry) -> bool:
 def _work_of_a_neuron(plan: Plan) -> float:
     """Multiply-accumulates per token of one neuron in every converted FFN."""
     moe = plan.moe
-    each = moe.block.matrices * moe.block.hidden_size * len(moe.layers)
+    neuron_weights = moe.block.matrices * moe.block.hidden_size
+    of_all_layers = neuron_weights * len(moe.layers)
     if moe.outer is None:
-        return float(each)
+        return float(of_all_layers)
+    # A shared expert counts by its width, as a part of a routed one.
+    experts = float(moe.outer.num_active)
     shared = moe.outer.shared_sizes
-    share = 0.0 if shared is None else shared.total / plan.sizes.total
-    return each * (moe.outer.num_active + share)
+    if shared is not None:
+        experts += shared.total / plan.sizes.total
+    return of_all_layers * experts

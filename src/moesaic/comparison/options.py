@@ -35,14 +35,16 @@ class CompareOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        names = [method.name for method in (*self.methods, *self.references)]
+        methods = self.methods + self.references
+        names = [method.name for method in methods]
         if len(set(names)) < len(names):
-            raise MoesaicError(f"methods {', '.join(names)}: each name once")
+            listed = ", ".join(names)
+            raise MoesaicError(f"methods {listed}: each name once")
         if self.seeds < 1 or self.max_tokens < 2 or not self.sparsities:
+            sparsities = list(self.sparsities)
             raise MoesaicError(
                 f"seeds {self.seeds}, max tokens {self.max_tokens}, sparsities "
-                f"{list(self.sparsities)}: at least 1 seed, 2 tokens and 1 sparsity are "
-                "needed"
+                f"{sparsities}: at least 1 seed, 2 tokens and 1 sparsity are needed"
             )
 
     @property

@@ -30,24 +30,22 @@ def headers(texts: list[str]) -> list[str]:
 
 def cells_of(row: Row) -> list[str]:
     """A row's cells as text."""
+    active = f"{row.active_ffn_fraction:.1%}"
+    macs = f"{row.macs:.3f}" if row.saves else ""
     ratios = [_ratio(row, text) for text in row.ratio]
-    load = row.load_max_over_mean
-    return [
-        row.method,
-        row.layout,
-        f"{row.active_ffn_fraction:.1%}",
-        f"{row.macs:.3f}" if row.saves else "",
-        *ratios,
-        "" if load is None else f"{load:.2f}",
-        str(row.dead_experts or ""),
-    ]
+    load = ""
+    if row.load_max_over_mean is not None:
+        load = f"{row.load_max_over_mean:.2f}"
+    dead = str(row.dead_experts or "")
+    return [row.method, row.layout, active, macs, *ratios, load, dead]
 
 
 def _ratio(row: Row, text: str) -> str:
+    ratio = row.ratio[text]
     spread = row.spread[text]
     if spread is None:
-        return f"{row.ratio[text]:.3f}"
-    return f"{row.ratio[text]:.3f} ± {spread:.3f}"
+        return f"{ratio:.3f}"
+    return f"{ratio:.3f} ± {spread:.3f}"
 
 
 def markdown(
@@ -61,35 +59,49 @@ def markdown(
     length = calibration["sequence_length"]
     tokens = calibration["samples"] * length
     seeds = rows[0].seeds if rows else 0
-    bases = ", ".join(
-        f"{Path(text).name} {value:.3f}" for text, value in dense.items()
-    )
-    versions = ", ".join(
-        f"{name} {v}" for name, v in settings["versions"].items()
-    )
+    texts = list(dense)
+    perplexities = []
+    for text, value in dense.items():
+        text_name = Path(text).name
+        perplexities.append(f"{text_name} {value:.3f}")
+    dense_perplexity = ", ".join(perplexities)
+    pairs = settings["versions"].items()
+    versions = ", ".join(f"{name} {version}" for name, version in pairs)
+    model = Path(settings["model"]).name
     source = Path(calibration["source"]).name
+    max_tokens = settings["max_tokens"]
+    dtype = settings["dtype"]
+    device = settings["device"]
     lines = [
-        f"# {Path(settings['model']).name}: methods at equal budgets",
+        f"# {model}: methods at equal budgets",
         "",
-        f"Dense perplexity: {bases} (windows of {length}, at most "
-        f"{settings['max_tokens']:,} tokens). Calibration: {source}, {tokens:,} tokens, "
-        f"{seeds} seeds (mean ± standard deviation). {settings['dtype']} on "
-        f"{settings['device']}; {versions}.",
+        f"Dense perplexity: {dense_perplexity} (windows of {length}, at most "
+        f"{max_tokens:,} tokens). Calibration: {source}, {tokens:,} tokens, "
+        f"{seeds} seeds (mean ± standard deviation). {dtype} on {device}; {versions}.",
         "",
         _EXPLAINED,
     ]
     for sparsity, group in by_sparsity(rows).items():
         title = "One layout" if sparsity is None else f"Sparsity {sparsity:g}"
-        lines += ["", f"## {title}", "", *_table(list(dense), group)]
-    lines += ["", *(f"- {line}" for line in remarks)]
-    return "\n".join(lines).rstrip() + "\n"
+        table = _table(texts, group)
+        lines += ["", f"## {title}", "", *table]
+    lines.append("")
+    for remark in remarks:
+        lines.append(f"- {remark}")
+    page = "\n".join(lines)
+    return page.rstrip() + "\n"
 
 
 def _table(texts: list[str], rows: list[Row]) -> list[str]:
-    head = headers(texts)
-    lines = [_line(head), "|---" * len(head) + "|"]
-    return lines + [_line(cells_of(row)) for row in rows]
+    columns = headers(texts)
+    rule = "|---" * len(columns) + "|"
+    lines = [_line(columns), rule]
+    for row in rows:
+        cells = cells_of(row)
+        lines.append(_line(cells))
+    return lines
 
 
 def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    joined = " | ".join(cells)
+    return f"| {joined} |"

@@ -19,26 +19,34 @@ def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
     figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    colours = [colormaps["tab20"](i) for i in range(20)]
+    colour_map = colormaps["tab20"]
+    colours = [colour_map(number) for number in range(20)]
     axes.set_prop_cycle(color=colours)
     # Legend in the order of the last budget's ranking, best first.
-    for method in dict.fromkeys(row.method for row in reversed(rows)):
+    methods = [row.method for row in reversed(rows)]
+    for method in dict.fromkeys(methods):
         group = [row for row in rows if row.method == method]
-        dotted = group[0].role != METHOD or not group[0].saves
+        first = group[0]
+        dotted = first.role != METHOD or not first.saves
+        macs_percent = [100 * row.macs for row in group]
+        ratios = [row.ratio[text] for row in group]
+        spreads = [row.spread[text] or 0.0 for row in group]
         axes.errorbar(
-            [100 * row.macs for row in group],
-            [row.ratio[text] for row in group],
-            yerr=[row.spread[text] or 0.0 for row in group],
+            macs_percent,
+            ratios,
+            yerr=spreads,
             marker="o",
             capsize=3,
             label=method,
             linestyle=":" if dotted else "-",
         )
     axes.axhline(1.0, color="grey", linewidth=0.8)
+    model_name = Path(model).name
+    text_name = Path(text).name
     axes.set(
         xlabel="multiply-accumulates per token, router included, over dense (%)",
         ylabel="perplexity over dense",
-        title=f"{Path(model).name}, {Path(text).name}",
+        title=f"{model_name}, {text_name}",
         yscale="log",
     )
     axes.yaxis.set_major_formatter("{x:.2f}")

@@ -39,7 +39,8 @@ class Cell:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cell:
         """From JSON. Raises KeyError where it was written by another version."""
-        return cls(**{one.name: values[one.name] for one in fields(cls)})
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: values[name] for name in names})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,23 +76,34 @@ def ranked(cells: list[Cell], dense: dict[str, float]) -> list[Row]:
     """One row per sparsity and method, best first on the first text."""
     groups: dict[tuple[float | None, str], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.sparsity, cell.method), []).append(cell)
+        key = (cell.sparsity, cell.method)
+        groups.setdefault(key, []).append(cell)
     rows = [_row(group, dense) for group in groups.values()]
-    text = next(iter(dense))
-    return sorted(rows, key=lambda row: (row.sparsity or 0, row.ratio[text]))
+    first_text = next(iter(dense))
+
+    def rank(row: Row) -> tuple[float, float]:
+        return row.sparsity or 0, row.ratio[first_text]
+
+    return sorted(rows, key=rank)
 
 
 def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
     first = cells[0]
-    ratios = {
-        text: [cell.perplexity[text] / base for cell in cells]
-        for text, base in dense.items()
-    }
-    loads = [
-        cell.load_max_over_mean for cell in cells if cell.load_max_over_mean
-    ]
-    notes = {note for cell in cells for note in cell.notes}
-    behind = {layer for cell in cells for layer in cell.better_static}
+    means = {}
+    spreads = {}
+    for text, dense_perplexity in dense.items():
+        ratios = [cell.perplexity[text] / dense_perplexity for cell in cells]
+        means[text] = statistics.mean(ratios)
+        spreads[text] = _spread(ratios)
+    loads = []
+    notes: set[str] = set()
+    better_static: set[int] = set()
+    for cell in cells:
+        if cell.load_max_over_mean:
+            loads.append(cell.load_max_over_mean)
+        notes.update(cell.notes)
+        better_static.update(cell.better_static)
+    seconds = [cell.seconds for cell in cells]
     return Row(
         method=first.method,
         role=first.role,
@@ -102,21 +114,22 @@ def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
         layout=first.layout,
         active_ffn_fraction=first.active_ffn_fraction,
         macs=first.macs,
-        ratio={
-            text: statistics.mean(values) for text, values in ratios.items()
-        },
-        spread={text: _spread(values) for text, values in ratios.items()},
+        ratio=means,
+        spread=spreads,
         seeds=len(cells),
         load_max_over_mean=max(loads, default=None),
         dead_experts=max(cell.dead_experts for cell in cells),
         notes=sorted(notes),
-        better_static=sorted(behind),
-        seconds=statistics.mean(cell.seconds for cell in cells),
+        better_static=sorted(better_static),
+        seconds=statistics.mean(seconds),
     )
 
 
 def _spread(values: list[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
+    """The standard deviation; None for one value."""
+    if len(values) == 1:
+        return None
+    return statistics.stdev(values)
 
 
 def by_sparsity(rows: list[Row]) -> dict[float | None, list[Row]]:
@@ -132,38 +145,40 @@ def remarks(rows: list[Row]) -> list[str]:
     lines = []
     for row in rows:
         if row.saves:
-            lines += [
-                f"{row.method} {row.layout}: {note}" for note in row.notes
-            ]
-    for sparsity, here in by_sparsity(rows).items():
-        lines += _remarks_at(sparsity, here)
+            label = f"{row.method} {row.layout}"
+            lines += [f"{label}: {note}" for note in row.notes]
+    for sparsity, group in by_sparsity(rows).items():
+        lines += _remarks_at(sparsity, group)
     return lines
 
 
 def _remarks_at(sparsity: float | None, rows: list[Row]) -> list[str]:
-    static = [place for place, row in enumerate(rows) if _is_static_rival(row)]
-    reference = [place for place in static if rows[place].role != EQUAL_WORK]
-    if not reference:
+    """Of the rows of one budget, best first."""
+    rivals = [rank for rank, row in enumerate(rows) if _is_static_rival(row)]
+    equal_neurons = [rank for rank in rivals if rows[rank].role != EQUAL_WORK]
+    if not equal_neurons:
         return []
     where = "" if sparsity is None else f"at sparsity {sparsity:g} "
     lines = []
     for row in rows:
         if sparsity is not None and row.role != EQUAL_WORK:
-            distance = abs(row.active_ffn_fraction - (1 - sparsity))
+            active = row.active_ffn_fraction
+            distance = abs(active - (1 - sparsity))
             if distance > NEAR and (row.routes or row.repairs):
                 lines.append(
-                    f"{where}{row.method} runs {row.active_ffn_fraction:.1%}: its "
-                    "experts fit no nearer"
+                    f"{where}{row.method} runs {active:.1%}: its experts fit no nearer"
                 )
-    for place in static:
-        behind = [row.method for row in rows[place + 1 :] if _competes(row)]
-        if behind:
-            lines.append(
-                f"{where}{rows[place].method} beats {', '.join(behind)}"
-            )
-    for row in rows[: reference[0]]:
+    for rank in rivals:
+        rival = rows[rank]
+        worse = rows[rank + 1 :]
+        beaten = [row.method for row in worse if _competes(row)]
+        if beaten:
+            names = ", ".join(beaten)
+            lines.append(f"{where}{rival.method} beats {names}")
+    better = rows[: equal_neurons[0]]
+    for row in better:
         if row.better_static and row.saves:
-            layers = ", ".join(map(str, row.better_static))
+            layers = ", ".join(str(layer) for layer in row.better_static)
             lines.append(
                 f"{where}static pruning beats {row.method} in layer {layers}"
             )
@@ -177,5 +192,5 @@ def _is_static_rival(row: Row) -> bool:
 
 def _competes(row: Row) -> bool:
     """Whether to lose against static pruning is worth a line."""
-    asked_for = row.routes and row.role == METHOD
-    return asked_for or not row.saves
+    routed_method = row.routes and row.role == METHOD
+    return routed_method or not row.saves

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from moesaic.calibration.checks import (
 )
 from moesaic.calibration.hidden_states import Stream, check_stream
 from moesaic.conversion.layer_budgets import share_budgets
-from moesaic.conversion.layer_error import LayerReport
 from moesaic.conversion.layout_search import (
     HELDOUT_TOKENS,
     Search,
@@ -47,7 +45,7 @@ from moesaic.families.load import (
 )
 from moesaic.layout import Layout
 from moesaic.methods.base import Method
-from moesaic.modeling import MoEConfig, MoesaicReplacement
+from moesaic.modeling import MoesaicReplacement
 from moesaic.output import draft as drafts
 from moesaic.output.model_card import licence_of
 
@@ -160,16 +158,14 @@ def run_conversion(options: ConvertOptions) -> tuple[Any, ConversionReport]:
 
 def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
     """Loads the model, finds its FFNs, checks both, and chooses the plan."""
-    if options.in_memory and (options.dtype, options.device) != (
-        "auto",
-        "auto",
-    ):
+    usual_place = options.dtype == "auto" and options.device == "auto"
+    if options.in_memory and not usual_place:
         raise MoesaicError(
             "a model in memory keeps its dtype and device; move it before the call"
         )
     device = _device_of(options)
     dense = _load(options, device)
-    ffns = replace(find_ffns(dense), kept=options.scope.dense_layers)
+    ffns = replace(find_ffns(dense), unconverted=options.scope.dense_layers)
     check_vocabulary(dense, prepared.windows_NL)
     digest = check_weights(ffns, dense)
     check_stream(ffns, prepared.windows_NL)
@@ -272,17 +268,19 @@ class _Conversion:
         """Shares budgets, converts every layer, and makes the model one of ours."""
         self._share_budgets(draft)
         stream = Stream(self.ffns, self.prepared.windows_NL, self.device)
+        calibration = self.prepared.calibration
         run = Run(
             stream,
             self.plan,
-            self.prepared.calibration,
-            self.options.seed,
-            self.report.step_seconds,
-            draft,
-            self.options.progress,
+            calibration,
+            seed=self.options.seed,
+            seconds=self.report.step_seconds,
+            draft=draft,
+            progress=self.options.progress,
         )
-        self.report.layers = self.plan.method.convert(
-            self.dense, self.prepared.calibration, self.plan, run
+        method = self.plan.method
+        self.report.layers = method.convert(
+            self.dense, calibration, self.plan, run
         )
         self._settle()
         become_ours(self.dense, self._final_config())
@@ -292,30 +290,27 @@ class _Conversion:
         needed = sum(parameter.nbytes for parameter in self.dense.parameters())
         drafts.check_space(output, needed)
         self._measure_dense()
-        with drafts.open_draft(
-            output, self._fingerprint(), self.options.resume
-        ) as draft:
+        identity = self._fingerprint()
+        tokenizer = self.prepared.tokenizer
+        with drafts.open_draft(output, identity, self.options.resume) as draft:
             self.convert(draft)
             self.report.perplexity = self._perplexity()
             files = self._files()
-            drafts.finish(
-                draft, output, self.dense, self.prepared.tokenizer, files
-            )
+            drafts.finish(draft, output, self.dense, tokenizer, files)
 
     def _share_budgets(self, draft: Path | None) -> None:
         """Budgets of layers: those that an earlier run came to, if it did."""
         saved = _saved_budgets(draft)
         if saved is not None:
-            self.plan = self.plan.with_moe(self.plan.moe.with_budgets(saved))
+            moe = self.plan.moe.with_budgets(saved)
+            self.plan = self.plan.with_moe(moe)
             return
-        tell = Console(stderr=True, quiet=not self.options.progress).print
-        shares = (
-            getattr(self.plan.method, "layer_budgets", "uniform") != "uniform"
-        )
-        if not shares:
+        strategy = getattr(self.plan.method, "layer_budgets", "uniform")
+        if strategy == "uniform":
             return
+        log = Console(stderr=True, quiet=not self.options.progress).print
         if self.options.target_ratio is not None:
-            tell("layers keep equal budgets, with which the target was met")
+            log("layers keep equal budgets, with which the target was met")
             return
         self.plan = share_budgets(
             self.dense,
@@ -324,13 +319,15 @@ class _Conversion:
             self.prepared.calibration,
             self.device,
             self.options.seed,
-            tell,
+            log,
         )
         _save_budgets(draft, self.plan)
 
     def _settle(self) -> None:
         """What is known in the end only: budgets, and experts that stay whole."""
-        moe = reduce(_with_whole, self.report.layers, self.plan.moe)
+        moe = self.plan.moe
+        for layer in self.report.layers:
+            moe = moe.with_whole(layer.layer, layer.whole_experts)
         self.plan = self.plan.with_moe(moe)
         self.report.shape = self.plan.words
         self.report.budgets = moe.budgets
@@ -347,27 +344,26 @@ class _Conversion:
         if validation is None:
             return
         self.report.heldout = validation.name
+        length = self.prepared.length
         try:
-            self.report.dense_perplexity, self.report.heldout_tokens = (
-                perplexity(
-                    self.dense,
-                    validation.ids,
-                    self.prepared.length,
-                    HELDOUT_TOKENS,
-                )
+            value, tokens = perplexity(
+                self.dense, validation.ids, length, HELDOUT_TOKENS
             )
         except MoesaicError:
-            blame_a_layer(
-                Stream(self.ffns, self.prepared.windows_NL, self.device)
-            )
+            windows_NL = self.prepared.windows_NL
+            stream = Stream(self.ffns, windows_NL, self.device)
+            blame_a_layer(stream)
             raise
+        self.report.dense_perplexity = value
+        self.report.heldout_tokens = tokens
 
     def _perplexity(self) -> float | None:
         validation = self.prepared.validation
         if validation is None:
             return None
+        length = self.prepared.length
         value, _ = perplexity(
-            self.dense, validation.ids, self.prepared.length, HELDOUT_TOKENS
+            self.dense, validation.ids, length, HELDOUT_TOKENS
         )
         return value
 
@@ -376,61 +372,67 @@ class _Conversion:
         licence = None
         if not self.options.in_memory:
             licence = licence_of(resolve(self.options.model))
-        name, layout = self.plan.method.name, self.plan.label
-        call = f"moesaic.convert({self.plan.model!r}, {name!r}, {layout!r})"
-        command = self.options.command or call
-        report = json.dumps(self.report.to_dict(timing=False), indent=2)
-        return {
-            "README.md": model_card(
-                self.report, self.plan.moe, licence, command
-            ),
-            "moesaic_report.json": report + "\n",
-        }
+        command = self.options.command or self._call()
+        card = model_card(self.report, self.plan.moe, licence, command)
+        values = self.report.to_dict(timing=False)
+        report = json.dumps(values, indent=2) + "\n"
+        return {"README.md": card, "moesaic_report.json": report}
+
+    def _call(self) -> str:
+        """The call that makes this conversion again, as far as one line tells."""
+        model = self.plan.model
+        method = self.plan.method.name
+        layout = self.plan.label
+        return f"moesaic.convert({model!r}, {method!r}, {layout!r})"
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be equal for finished layers to be worth keeping."""
         moe = self.plan.moe
-        windows = self.prepared.windows_NL.numpy().tobytes()
-        outer = None
+        token_bytes = self.prepared.windows_NL.numpy().tobytes()
+        experts = None
         if moe.outer is not None:
-            outer = {
+            experts = {
                 "experts": moe.outer.chosen,
                 "min_tokens": moe.outer.min_tokens,
             }
-        run = {
+        identity = {
             "model": self.plan.model,
             "weights": self.digest,
             "method": self.plan.method.to_dict(),
             "layout": moe.layout,
-            "experts": outer,
+            "experts": experts,
             "layers": moe.layers,
             "seed": self.options.seed,
             "dtype": self.dtype,
             "device": self.device.type,
-            "calibration tokens": hashlib.sha256(windows).hexdigest(),
+            "calibration tokens": hashlib.sha256(token_bytes).hexdigest(),
             "versions": moe.versions | {"POT": version("POT")},
         }
-        as_read: dict[str, Any] = json.loads(json.dumps(run))
+        # As it will be read: tuples become lists.
+        text = json.dumps(identity)
+        as_read: dict[str, Any] = json.loads(text)
         return as_read
 
 
-def _with_whole(moe: MoEConfig, report: LayerReport) -> MoEConfig:
-    return moe.with_whole(report.layer, report.whole_experts)
-
-
 def _saved_budgets(draft: Path | None) -> tuple[int, ...] | None:
-    if draft is None or not (draft / "budgets.json").is_file():
+    if draft is None:
         return None
-    return tuple(json.loads((draft / "budgets.json").read_text("utf-8")))
+    path = draft / "budgets.json"
+    if not path.is_file():
+        return None
+    text = path.read_text("utf-8")
+    return tuple(json.loads(text))
 
 
 def _save_budgets(draft: Path | None, plan: Plan) -> None:
+    """Writes them under another name first, so that no half file is read."""
     if draft is None:
         return
     budgets = [sizes.num_active for sizes in plan.moe.sizes]
-    part = draft / "budgets.part"
-    part.write_text(json.dumps(budgets), "utf-8")
-    part.replace(draft / "budgets.json")
+    text = json.dumps(budgets)
+    unfinished = draft / "budgets.part"
+    unfinished.write_text(text, "utf-8")
+    unfinished.replace(draft / "budgets.json")
 
 
 def become_ours(dense: Any, config: Any) -> None:

@@ -126,7 +126,8 @@ def search_budgets(
     layers = len(plan.moe.layers)
     total = sizes.num_active * layers
     mean = sizes.num_active / routed
-    least = max(min(LEAST, mean / 2), 1 / routed)
+    one_expert = 1 / routed
+    least = max(min(LEAST, mean / 2), one_expert)
     share_L = torch.full((layers,), mean, dtype=torch.float64)
     unit = "neurons" if sizes.expert == 1 else "experts"
     tried: dict[Budgets, Trial] = {}
@@ -295,8 +296,13 @@ def whole_budgets(share_L: Tensor, routed: int, total: int) -> tuple[int, ...]:
 
     By the largest remainders.
     """
-    exact = [float(share) * routed for share in share_L]
-    budgets = [min(max(int(value), 1), routed) for value in exact]
+    exact = []
+    budgets = []
+    for share in share_L:
+        value = float(share) * routed
+        at_least_one = max(int(value), 1)
+        exact.append(value)
+        budgets.append(min(at_least_one, routed))
     missing = total - sum(budgets)
     while missing != 0:
         step = 1 if missing > 0 else -1

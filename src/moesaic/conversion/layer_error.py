@@ -94,7 +94,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class _Routing:
-    """Experts that run, those that the oracle runs (T, R), and all experts' energies."""
+    """Experts that run, those that the oracle runs, and energies of all (T, R)."""
 
     chosen_TR: Tensor
     best_TR: Tensor
@@ -229,7 +229,8 @@ def _token_references(
     """Errors of random and of the best neurons for each token."""
     h_TF = yardstick.h_TF
     generator = torch.Generator().manual_seed(seed)
-    noise_TF = torch.rand(h_TF.shape, generator=generator).to(h_TF.device)
+    noise_TF = torch.rand(h_TF.shape, generator=generator)
+    noise_TF = noise_TF.to(h_TF.device)
     norm_F = torch.linalg.vector_norm(yardstick.down_FD, dim=1)
     contribution_TF = h_TF.abs() * norm_F
     random_TF = largest(noise_TF, active)
@@ -288,7 +289,7 @@ def _add_routing(report: LayerReport, routing: _Routing, sizes: Sizes) -> None:
         return
     load_R = chosen_TR.float().mean(0).tolist()
     report.expert_load = [round(load, 6) for load in load_R]
-    idle = sum(load == 0 for load in report.expert_load)
+    idle = report.expert_load.count(0)
     if idle:
         report.notes.append(
             f"{idle} experts of {len(load_R)} run for none of the measured tokens"

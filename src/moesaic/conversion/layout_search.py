@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,10 +24,10 @@ from moesaic.families import FFNs
 from moesaic.methods.base import Budget, FFNMethod
 from moesaic.modeling import Sizes
 
-HELDOUT_TOKENS = (
-    16_384  # tokens on which perplexities of a conversion are measured
-)
-SAMPLE_TOKENS = 8192  # calibration tokens that layouts are compared on
+# Tokens on which perplexities of a conversion are measured.
+HELDOUT_TOKENS = 16_384
+# Calibration tokens that layouts are compared on.
+SAMPLE_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -60,26 +61,28 @@ def choose_plan(prepared: Prepared, ffns: FFNs, device: torch.device) -> Search:
     nothing of it.
     """
     plans = prepared.plans
-    tell = Console(stderr=True, quiet=not prepared.options.progress).print
-    tell(f"comparing {', '.join(plan.label for plan in plans)}")
-    whole = prepared.calibration
-    calibration = whole.fewer(max(1, SAMPLE_TOKENS // whole.length))
+    seed = prepared.options.seed
+    labels = ", ".join(plan.label for plan in plans)
+    log = Console(stderr=True, quiet=not prepared.options.progress).print
+    log(f"comparing {labels}")
+    full_set = prepared.calibration
+    windows = max(1, SAMPLE_TOKENS // full_set.length)
+    calibration = full_set.fewer(windows)
     stream = Stream(ffns, calibration.windows_NL, device)
-    probes = _probed_layers(ffns)
+    probed = _probed_layers(ffns)
     errors = {plan.label: 0.0 for plan in plans}
-    for layer in range(probes[-1] + 1):
+    for layer in range(probed[-1] + 1):
         module = ffns.layers[layer]
         home = next(module.parameters()).device
         module.to(device)
-        inputs = None
-        if layer in probes:
+        calls = None
+        if layer in probed:
             inputs = ffn_inputs(stream, layer, calibration, hold_out=True)
             for plan in plans:
-                error = _layer_error(
-                    plan, ffns, layer, inputs, prepared.options.seed
-                )
-                errors[plan.label] += error / len(probes)
-        stream.advance(layer, inputs.all() if inputs else None)
+                error = _layer_error(plan, ffns, layer, inputs, seed)
+                errors[plan.label] += error / len(probed)
+            calls = inputs.all()
+        stream.advance(layer, calls)
         module.to(home)
     best = min(plans, key=lambda plan: errors[plan.label])
     return Search(best, errors)
@@ -88,8 +91,9 @@ def choose_plan(prepared: Prepared, ffns: FFNs, device: torch.device) -> Search:
 def _probed_layers(ffns: FFNs) -> list[int]:
     layers = ffns.converted
     count = len(layers)
-    places = (count // 4, count // 2, 3 * count // 4)
-    return sorted({layers[place] for place in places})
+    quarters = (count // 4, count // 2, 3 * count // 4)
+    probed = {layers[place] for place in quarters}
+    return sorted(probed)
 
 
 def _layer_error(
@@ -111,9 +115,9 @@ def _layer_error(
 def check_target(
     options: ConvertOptions, validation: ValidationText | None
 ) -> None:
-    """Raises MoesaicError where a target contradicts other choices.
+    """Raises MoesaicError where a target contradicts other options.
 
-    Or cannot be measured.
+    Or where it cannot be measured.
     """
     target = options.target_ratio
     if target is None:
@@ -152,7 +156,7 @@ def _search_target(
     length = prepared.length
     base, _ = perplexity(dense, validation.ids, length, HELDOUT_TOKENS)
     first = prepared.plans[0]
-    tell = Console(stderr=True, quiet=not options.progress).print
+    log = Console(stderr=True, quiet=not options.progress).print
 
     def make(layout: Any) -> Plan:
         budget = Budget(layout)
@@ -169,7 +173,7 @@ def _search_target(
             value, _ = perplexity(dense, validation.ids, length, HELDOUT_TOKENS)
         return value / base
 
-    return find_plan(first, make, options.target_ratio, ratio_of, tell)
+    return find_plan(first, make, options.target_ratio, ratio_of, log)
 
 
 def find_plan(
@@ -177,7 +181,7 @@ def find_plan(
     make: Callable[[Any], Plan],
     target_ratio: float,
     ratio_of: Callable[[Plan], float],
-    tell: Callable[[str], Any],
+    log: Callable[[str], Any],
 ) -> Search:
     """The plan with the fewest active experts whose ratio is within the target.
 
@@ -190,24 +194,25 @@ def find_plan(
     tried: dict[str, float] = {}
 
     def within(active: int) -> bool:
-        plan = make(replace(layout, num_active=active))
+        fewer = replace(layout, num_active=active)
+        plan = make(fewer)
         try:
             ratio = ratio_of(plan)
         except MoesaicError as error:  # diverged; with more experts it need not
             if not tried:
                 raise
-            tell(f"{plan.label}: {error}")
+            log(f"{plan.label}: {error}")
             return False
         tried[plan.label] = ratio
         skipped = 1 - _active_share(plan.sizes)
-        tell(
+        log(
             f"{plan.label}: {skipped:.1%} skipped, perplexity ratio {ratio:.4f}"
         )
         return ratio <= target_ratio
 
     most = layout.num_routed - 1
     if most < 1 or not within(most):
-        best = min(tried.values(), default=float("nan"))
+        best = min(tried.values(), default=math.nan)
         raise MoesaicError(
             f"no layout with {layout.num_total} experts stays within {target_ratio}: "
             f"skipping one expert of {layout.num_routed} gives {best:.4f}; allow more, "
@@ -221,7 +226,8 @@ def find_plan(
             enough = middle
         else:
             too_few = middle
-    return Search(make(replace(layout, num_active=enough)), tried)
+    best_layout = replace(layout, num_active=enough)
+    return Search(make(best_layout), tried)
 
 
 def _active_share(sizes: Sizes) -> float:

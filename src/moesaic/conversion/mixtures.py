@@ -6,7 +6,7 @@ and one of its experts.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,8 @@ class WholeFFN(nn.Module):
         self.ffn = ffn
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.ffn.output(self.ffn.hidden(x_TD))
+        h_TF = self.ffn.hidden(x_TD)
+        return self.ffn.output(h_TF)
 
 
 class MixtureParts(nn.Module):
@@ -77,10 +78,11 @@ class MixtureParts(nn.Module):
         count_E = torch.bincount(expert_P, minlength=len(self.parts))
         y_TD = torch.zeros_like(x_TD)
         pairs = order_P.split(count_E.tolist())
+        experts_of_token = index_TO.shape[1]
         for part, pair in zip(self.parts, pairs, strict=True):
             if not len(pair):
                 continue
-            token = pair // index_TO.shape[1]
+            token = pair // experts_of_token
             y = part(x_TD[token]) * weight_P[pair, None]
             y_TD.index_add_(0, token, y.to(y_TD.dtype))
         return y_TD
@@ -102,9 +104,12 @@ class ConvertedMixture:
     @property
     def modules(self) -> list[Any]:
         """What is saved."""
-        return [
-            module for module in (self.stack, self.shared) if module is not None
-        ]
+        modules: list[Any] = []
+        if self.stack is not None:
+            modules.append(self.stack)
+        if self.shared is not None:
+            modules.append(self.shared)
+        return modules
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,8 @@ class MixtureLayer:
     @property
     def most(self) -> int:
         """Tokens that an expert is measured on."""
-        return max(128, 4 * MOST_TOKENS // self.ffns.num_outer)
+        share = 4 * MOST_TOKENS // self.ffns.num_outer
+        return max(128, share)
 
     def convert(
         self, method: FFNMethod, inputs: ExpertInputs
@@ -140,13 +146,13 @@ class MixtureLayer:
         sizes = self.moe.sizes_of(self.layer)
         parts: list[nn.Module] = []
         reports: dict[int, LayerReport] = {}
-        own_inputs = self._with_statistics(method, inputs, whole)
+        inputs_of_converted = self._with_statistics(method, inputs, whole)
         for expert in range(self.ffns.num_outer):
             ffn = self.ffns.read(self.layer, expert)
             if expert in whole:
                 parts.append(WholeFFN(ffn))
                 continue
-            expert_inputs = next(own_inputs)
+            expert_inputs = next(inputs_of_converted)
             generator = np.random.default_rng([self.seed, self.layer, expert])
             try:
                 part = method.convert_ffn(ffn, expert_inputs, sizes, generator)
@@ -165,12 +171,15 @@ class MixtureLayer:
             )
             self.clock("measure")
             parts.append(part)
-        stack = self._stack(parts, sorted(whole)) if method.saves else None
+        stack = None
+        if method.saves:
+            stack = self._stack(parts, sorted(whole))
         self.clock("stack")
         counts = [len(token_P) for token_P in inputs.tokens_of]
         report = merged(self.layer, reports, counts, whole)
         shared = self._convert_shared(method, inputs, report)
-        return ConvertedMixture(MixtureParts(parts), stack, report, shared)
+        mixture = MixtureParts(parts)
+        return ConvertedMixture(mixture, stack, report, shared)
 
     def unstacked(
         self, replacements: list[Any], report: LayerReport
@@ -180,30 +189,37 @@ class MixtureLayer:
         parts: list[nn.Module] = []
         for expert in range(self.ffns.num_outer):
             if expert in stack.whole:
-                parts.append(WholeFFN(self.ffns.read(self.layer, expert)))
+                ffn = self.ffns.read(self.layer, expert)
+                parts.append(WholeFFN(ffn))
             else:
-                parts.append(under_mask(unstack_expert(stack, expert)))
-        shared = replacements[1] if len(replacements) > 1 else None
-        return ConvertedMixture(MixtureParts(parts), stack, report, shared)
+                part = unstack_expert(stack, expert)
+                parts.append(under_mask(part))
+        shared = None
+        if len(replacements) > 1:
+            shared = replacements[1]
+        mixture = MixtureParts(parts)
+        return ConvertedMixture(mixture, stack, report, shared)
 
     def _stack(
         self, parts: list[nn.Module], whole: list[int]
     ) -> MoesaicHierarchy:
         sizes = self.moe.sizes_of(self.layer)
+        block = self.moe.block
         states: list[State] = []
         for part in parts:
             if isinstance(part, WholeFFN):
-                states.append(whole_state(part.ffn, self.moe.block, sizes))
+                state = whole_state(part.ffn, block, sizes)
             else:
-                states.append(part.state_dict())
-        return stack_experts(states, self.moe.block, sizes, self.outer, whole)
+                state = part.state_dict()
+            states.append(state)
+        return stack_experts(states, block, sizes, self.outer, whole)
 
     def _convert_shared(
         self, method: FFNMethod, inputs: ExpertInputs, report: LayerReport
     ) -> Any:
         """The family's own shared expert, converted as one more FFN; adds its row."""
         sizes = self.outer.shared_sizes
-        ffn = self.ffns.read_beside(self.layer)
+        ffn = self.ffns.read_shared_expert(self.layer)
         if sizes is None or ffn is None:
             return None
         all_inputs = inputs.all_inputs()
@@ -217,7 +233,8 @@ class MixtureLayer:
             self.layer, all_inputs, ffn, shared, sizes, self.seed, self.most
         )
         self.clock("measure")
-        report.experts.append(_row("shared", all_inputs.tokens, measured))
+        row = _row("shared", all_inputs.tokens, measured)
+        report.experts.append(row)
         report.notes += [f"shared expert: {note}" for note in measured.notes]
         return shared
 
@@ -229,15 +246,17 @@ class MixtureLayer:
         These are computed for as many at once as have TOGETHER pairs, and neurons,
         between them: their tokens, samples and matrices are held beside the layer.
         """
-        waiting = [e for e in range(self.ffns.num_outer) if e not in whole]
+        experts = range(self.ffns.num_outer)
+        waiting = [expert for expert in experts if expert not in whole]
         neurons = self.ffns.read(self.layer).intermediate_size
+        by_neurons = TOGETHER // neurons
         while waiting:
-            pairs = np.cumsum(
-                [len(inputs.tokens_of[expert]) for expert in waiting]
-            )
-            fitting = int((pairs <= TOGETHER).sum())
-            count = max(1, min(fitting, TOGETHER // neurons))
-            batch, waiting = waiting[:count], waiting[count:]
+            counts = [len(inputs.tokens_of[expert]) for expert in waiting]
+            pairs = np.cumsum(counts)
+            by_pairs = int((pairs <= TOGETHER).sum())
+            count = max(1, min(by_pairs, by_neurons))
+            batch = waiting[:count]
+            waiting = waiting[count:]
             batch_inputs = [inputs.inputs(expert) for expert in batch]
             ffns = [self.ffns.read(self.layer, expert) for expert in batch]
             for kind in method.statistics_kinds():
@@ -248,10 +267,12 @@ class MixtureLayer:
                 except BrokenExpertsError as error:
                     broken = [batch[place] for place in error.experts]
                     names = ", ".join(map(str, broken))
-                    which = "expert" if len(broken) == 1 else "experts"
-                    raise MoesaicError(f"{which} {names}: {error}") from error
-                for one, statistics in zip(batch_inputs, computed, strict=True):
-                    one.keep_statistics(kind, statistics)
+                    noun = "expert" if len(broken) == 1 else "experts"
+                    raise MoesaicError(f"{noun} {names}: {error}") from error
+                for expert_inputs, statistics in zip(
+                    batch_inputs, computed, strict=True
+                ):
+                    expert_inputs.keep_statistics(kind, statistics)
             yield from batch_inputs
 
 
@@ -267,12 +288,13 @@ def stays_whole(inputs: ExpertInputs, outer: OuterConfig) -> dict[int, str]:
     needed = max(outer.min_tokens, 2)  # one to fit on, one to judge
     reasons = {}
     for expert, token_P in enumerate(inputs.tokens_of):
+        count = len(token_P)
         if outer.chosen is not None and expert not in outer.chosen:
             reasons[expert] = "not asked for"
-        elif not len(token_P):
+        elif not count:
             reasons[expert] = "the router never uses it"
-        elif len(token_P) < needed:
-            reasons[expert] = f"{len(token_P)} tokens of the {needed} it needs"
+        elif count < needed:
+            reasons[expert] = f"{count} tokens of the {needed} it needs"
     return reasons
 
 
@@ -283,37 +305,42 @@ def merged(
     whole: dict[int, str],
 ) -> LayerReport:
     """One report of a layer: means over converted experts, weighted by tokens."""
+    converted = list(reports.values())
     total = max(sum(counts[expert] for expert in reports), 1)
 
-    def mean(value: Callable[[LayerReport], float | None]) -> float | None:
+    def mean(figure: Callable[[LayerReport], float | None]) -> float | None:
+        """None where there are no experts, or one lacks the figure."""
         weighted = 0.0
         for expert, report in reports.items():
-            own = value(report)
-            if own is None:
+            value = figure(report)
+            if value is None:
                 return None
-            weighted += own * counts[expert]
+            weighted += value * counts[expert]
         return weighted / total if reports else None
 
-    names = list(next(iter(reports.values())).references) if reports else []
-    means = {name: mean(partial(_reference, name)) or 0.0 for name in names}
+    references = {}
+    names = converted[0].references if converted else {}
+    for name in names:
+        references[name] = mean(partial(_reference, name)) or 0.0
+    loads = []
+    for expert_report in converted:
+        loads += expert_report.expert_load
     report = LayerReport(
         layer=layer,
         seconds=None,
-        tokens=sum(one.tokens for one in reports.values()),
-        heldout=all(one.heldout for one in reports.values()),
-        relative_error=mean(lambda one: one.relative_error) or 0.0,
-        references=means,
-        router_recall=mean(lambda one: one.router_recall),
-        mass_kept=mean(lambda one: one.mass_kept),
-        oracle_mass=mean(lambda one: one.oracle_mass),
-        expert_load=[
-            load for one in reports.values() for load in one.expert_load
-        ],
+        tokens=sum(row.tokens for row in converted),
+        heldout=all(row.heldout for row in converted),
+        relative_error=mean(lambda row: row.relative_error) or 0.0,
+        references=references,
+        router_recall=mean(lambda row: row.router_recall),
+        mass_kept=mean(lambda row: row.mass_kept),
+        oracle_mass=mean(lambda row: row.oracle_mass),
+        expert_load=loads,
         notes=_notes(reports, whole),
     )
-    repairs = Counter(one.repair for one in reports.values())
-    if repairs:
-        report.repair = repairs.most_common(1)[0][0]
+    if converted:
+        repairs = Counter(row.repair for row in converted)
+        report.repair = max(repairs, key=lambda repair: repairs[repair])
     for expert, count in enumerate(counts):
         if expert in whole:
             row = {"expert": expert, "tokens": count, "whole": whole[expert]}
@@ -340,13 +367,14 @@ def _row(expert: int | str, tokens: int, report: LayerReport) -> dict[str, Any]:
 
 def _notes(reports: dict[int, LayerReport], whole: dict[int, str]) -> list[str]:
     """What is worth a line, each with the experts that it holds for."""
-    lines: dict[str, list[int]] = {}
+    experts_of: dict[str, list[int]] = defaultdict(list)
     for expert, reason in whole.items():
-        lines.setdefault(f"stay whole ({reason})", []).append(expert)
+        experts_of[f"stay whole ({reason})"].append(expert)
     for expert, report in reports.items():
         for note in report.notes:
-            lines.setdefault(note, []).append(expert)
-    return [
-        f"experts {', '.join(map(str, experts))}: {note}"
-        for note, experts in lines.items()
-    ]
+            experts_of[note].append(expert)
+    lines = []
+    for note, experts in experts_of.items():
+        names = ", ".join(map(str, experts))
+        lines.append(f"experts {names}: {note}")
+    return lines

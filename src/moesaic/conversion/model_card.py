@@ -66,9 +66,11 @@ def _rows(
     base = moe.base_model
     if moe.source is not None:
         base = f"{base}, {moe.source}"
-    work = f"{report.macs / 1e6:.4g} M (dense {report.dense_macs / 1e6:.4g} M)"
+    macs = report.macs / 1e6
+    dense_macs = report.dense_macs / 1e6
+    work = f"{macs:.4g} M (dense {dense_macs:.4g} M)"
     text = f"{report.calibration}, {report.tokens} tokens, seed {report.seed}"
-    made_with = [f"{name} {version}" for name, version in moe.versions.items()]
+    versions = [f"{name} {version}" for name, version in moe.versions.items()]
     return [
         ("Base model", base),
         ("Licence", licence or "as the base model's"),
@@ -78,7 +80,7 @@ def _rows(
         ("Multiply-accumulates per token", work),
         ("Calibration", text),
         ("Perplexity", _perplexity(report)),
-        ("Made with", ", ".join(made_with)),
+        ("Made with", ", ".join(versions)),
     ]
 
 

@@ -58,9 +58,10 @@ class ConvertOptions:
     @property
     def model_name(self) -> str:
         """What messages and reports call the model."""
-        if self.in_memory:
-            return self.model.config.name_or_path or type(self.model).__name__
-        return str(self.model)
+        if not self.in_memory:
+            return str(self.model)
+        class_name = type(self.model).__name__
+        return self.model.config.name_or_path or class_name
 
 
 def make_options(
@@ -83,17 +84,15 @@ def make_options(
     Raises MoesaicError for an unknown method or setting, and for a layout and a
     sparsity at once.
     """
+    chosen = None if experts is None else tuple(experts)
+    folder = None if output is None else Path(output).absolute()
     return ConvertOptions(
         model=model,
         method=load_method(recipe, settings),
         budget=make_budget(layout, sparsity, grain),
         calibration=calibration,
-        scope=Scope(
-            None if experts is None else tuple(experts),
-            min_tokens,
-            tuple(dense_layers),
-        ),
-        output=None if output is None else Path(output).absolute(),
+        scope=Scope(chosen, min_tokens, tuple(dense_layers)),
+        output=folder,
         **others,
     )
 

@@ -101,16 +101,18 @@ def make_plans(
     experts or layers that it does not have.
     """
     check_convertible(config, name)
+    scope = scope or Scope()
     skeleton = meta_model(config)
-    ffns = keep_dense(find_ffns(skeleton), (scope or Scope()).dense_layers)
-    shape = model_shape(ffns, scope or Scope())
+    ffns = keep_dense(find_ffns(skeleton), scope.dense_layers)
+    shape = model_shape(ffns, scope)
     dense_macs = count_macs(skeleton, 1)
     base_model = public_name(name)
     made_with = versions()
     plans = []
     for moe in method.plans(shape, budget):
         named = replace(moe, base_model=base_model, versions=made_with)
-        plans.append(Plan(name, method, named, config, dense_macs))
+        plan = Plan(name, method, named, config, dense_macs)
+        plans.append(plan)
     return plans
 
 
@@ -122,11 +124,12 @@ def make_plan(
     scope: Scope | None = None,
 ) -> Plan:
     """The first of `make_plans`."""
-    return make_plans(config, name, method, budget, scope)[0]
+    plans = make_plans(config, name, method, budget, scope)
+    return plans[0]
 
 
 def check_convertible(config: Any, name: str) -> None:
-    """Raises MoesaicError for a model that cannot be converted, by its configuration."""
+    """Raises MoesaicError for a configuration whose model cannot be converted."""
     kind = config.model_type
     if kind == "moesaic":
         moe = config.moesaic
@@ -155,14 +158,12 @@ def check_convertible(config: Any, name: str) -> None:
 def keep_dense(ffns: FFNs, dense_layers: tuple[int, ...]) -> FFNs:
     """Without the layers that are to stay as they are."""
     depth = len(ffns.layers)
-    if not all(
-        type(layer) is int and 0 <= layer < depth for layer in dense_layers
-    ):
+    if not all(_is_index(layer, depth) for layer in dense_layers):
+        names = ", ".join(map(str, dense_layers))
         raise MoesaicError(
-            f"dense layers {', '.join(map(str, dense_layers))}: {ffns.name} has layers "
-            f"0 to {depth - 1}"
+            f"dense layers {names}: {ffns.name} has layers 0 to {depth - 1}"
         )
-    ffns = replace(ffns, kept=dense_layers)
+    ffns = replace(ffns, unconverted=dense_layers)
     if not ffns.converted:
         raise MoesaicError(
             f"all {depth} layers of {ffns.name} would stay dense; convert at least one"
@@ -172,15 +173,15 @@ def keep_dense(ffns: FFNs, dense_layers: tuple[int, ...]) -> FFNs:
 
 def model_shape(ffns: FFNs, scope: Scope) -> ModelShape:
     """What methods are told of a model."""
-    ffn = shape_of(ffns.read(ffns.converted[0]))
+    first_ffn = ffns.read(ffns.converted[0])
+    ffn = shape_of(first_ffn)
+    identities = [_path(ffns, name) for name in ffns.identities]
     return ModelShape(
         name=ffns.name,
         ffn=ffn,
         layers=ffns.converted,
-        path=f"{ffns.layers_path}.{{}}.{ffns.ffn_path}",
-        identities=tuple(
-            f"{ffns.layers_path}.{{}}.{name}" for name in ffns.identities
-        ),
+        path=_path(ffns, ffns.ffn_path),
+        identities=tuple(identities),
         outer=_outer_shape(ffns, ffn, scope),
         linears=linear_paths(ffns),
     )
@@ -188,16 +189,24 @@ def model_shape(ffns: FFNs, scope: Scope) -> ModelShape:
 
 def linear_paths(ffns: FFNs) -> tuple[str, ...]:
     """All linear layers that every decoder layer has, with `{}` for the layer."""
-    common: dict[str, None] | None = None
-    for layer in ffns.layers:
-        names = {
-            n: None for n, m in layer.named_modules() if type(m) is nn.Linear
-        }
-        if common is None:
-            common = names
-        else:
-            common = {name: None for name in common if name in names}
-    return tuple(f"{ffns.layers_path}.{{}}.{name}" for name in common or {})
+    names = _linear_names(ffns.layers[0])
+    for layer in ffns.layers[1:]:
+        names_of_layer = set(_linear_names(layer))
+        names = [name for name in names if name in names_of_layer]
+    return tuple(_path(ffns, name) for name in names)
+
+
+def _linear_names(layer: nn.Module) -> list[str]:
+    names = []
+    for name, module in layer.named_modules():
+        if type(module) is nn.Linear:
+            names.append(name)
+    return names
+
+
+def _path(ffns: FFNs, name: str) -> str:
+    """From the base model to a layer's module, with `{}` for the layer."""
+    return f"{ffns.layers_path}.{{}}.{name}"
 
 
 def _outer_shape(ffns: FFNs, ffn: FFNShape, scope: Scope) -> OuterShape | None:
@@ -211,31 +220,39 @@ def _outer_shape(ffns: FFNs, ffn: FFNShape, scope: Scope) -> OuterShape | None:
     chosen = scope.experts
     least = scope.min_tokens
     if chosen is not None and not _are_experts(chosen, ffns.num_outer):
+        names = ", ".join(map(str, chosen)) or "none"
+        last = ffns.num_outer - 1
         raise MoesaicError(
-            f"experts {', '.join(map(str, chosen)) or 'none'}: {ffns.name} has experts "
-            f"0 to {ffns.num_outer - 1}"
+            f"experts {names}: {ffns.name} has experts 0 to {last}"
         )
     if least is not None and (type(least) is not int or least < 1):
         raise MoesaicError(
             f"min tokens {least} must be a whole number of at least 1"
         )
-    shared = ffns.read_beside(ffns.converted[0])
-    shared_path = f"{ffns.layers_path}.{{}}.{ffns.beside_path}"
+    shared_path = None
+    shared_size = None
+    shared_expert = ffns.read_shared_expert(ffns.converted[0])
+    if shared_expert is not None:
+        shared_path = _path(ffns, str(ffns.shared_expert_path))
+        shared_size = shared_expert.intermediate_size
     return OuterShape(
         num_experts=ffns.num_outer,
         num_active=ffns.outer_active,
         num_layers=len(ffns.mixed),
         min_tokens=ffn.intermediate_size if least is None else least,
         chosen=None if chosen is None else tuple(sorted(set(chosen))),
-        shared_path=None if shared is None else shared_path,
-        shared_size=None if shared is None else shared.intermediate_size,
+        shared_path=shared_path,
+        shared_size=shared_size,
     )
 
 
 def _are_experts(chosen: tuple[int, ...], count: int) -> bool:
-    return bool(chosen) and all(
-        type(e) is int and 0 <= e < count for e in chosen
-    )
+    """Whether there are any, and all of them exist."""
+    return bool(chosen) and all(_is_index(expert, count) for expert in chosen)
+
+
+def _is_index(value: Any, count: int) -> bool:
+    return type(value) is int and 0 <= value < count
 
 
 def our_config(dense_config: Any, moe: MoEConfig) -> Any:
@@ -246,9 +263,11 @@ def our_config(dense_config: Any, moe: MoEConfig) -> Any:
         "architectures",
         "_name_or_path",
     }
-    family = copy.copy(dense_config.to_dict())
-    values = {key: value for key, value in family.items() if key not in derived}
-    config: Any = config_class_for(dense_config.model_type)(**values)
+    values = copy.copy(dense_config.to_dict())
+    for key in derived:
+        values.pop(key, None)
+    config_class: Any = config_class_for(dense_config.model_type)
+    config = config_class(**values)
     config.moesaic = moe
     config.architectures = ["MoesaicForCausalLM"]
     config.auto_map = dict(_AUTO_MAP)
@@ -267,4 +286,5 @@ def versions() -> dict[str, str]:
 
 def public_name(model: str) -> str:
     """A model's name without private paths."""
-    return Path(model).name if Path(model).exists() else model
+    path = Path(model)
+    return path.name if path.exists() else model

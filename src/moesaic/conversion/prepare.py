@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from moesaic.output.draft import check_output
 PAPER_SAMPLES = 8
 LEAST_FITTED_TOKENS = 32_768
 TOKENS_PER_NEURON = 12
+LARGEST_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,15 @@ def usual_samples(plan: Plan, length: int) -> int:
     """
     if not getattr(plan.method, "fits_weights", False):
         return PAPER_SAMPLES
+    tokens_per_use = 1.0  # so many pass by for each one that an FFN sees
     outer = plan.moe.outer
-    spread = 1.0 if outer is None else outer.num_experts / outer.num_active
-    neurons = plan.sizes.total * spread
-    needed = int(min(TOKENS_PER_NEURON * neurons, MOST_TOKENS // 2))
-    return max(PAPER_SAMPLES, -(-max(LEAST_FITTED_TOKENS, needed) // length))
+    if outer is not None:
+        tokens_per_use = outer.num_experts / outer.num_active
+    neurons = plan.sizes.total * tokens_per_use
+    needed = min(TOKENS_PER_NEURON * neurons, MOST_TOKENS // 2)
+    tokens = max(LEAST_FITTED_TOKENS, int(needed))
+    windows = math.ceil(tokens / length)
+    return max(PAPER_SAMPLES, windows)
 
 
 def hold_out(
@@ -116,13 +122,16 @@ def hold_out(
     That is the source's own split, or the last tenth of the tokens.
     """
     if has_heldout_split(source):
-        apart = to_ids(source, tokenizer, heldout=True)
-        return ids, ValidationText(apart, f"{source}, held-out split")
+        heldout_ids = to_ids(source, tokenizer, heldout=True)
+        name = f"{source}, held-out split"
+        return ids, ValidationText(heldout_ids, name)
     if ids.ndim != 1 or len(ids) < 10 * length:
         return ids, None
-    cut = len(ids) - len(ids) // 10
+    tenth = len(ids) // 10
+    first_heldout = len(ids) - tenth
     name = f"last tenth of {source_name(source)}"
-    return ids[:cut], ValidationText(ids[cut:], name)
+    validation = ValidationText(ids[first_heldout:], name)
+    return ids[:first_heldout], validation
 
 
 def source_name(calibration: Any) -> str:
@@ -137,8 +146,8 @@ def _read_config(options: ConvertOptions) -> Any:
     if not options.in_memory:
         resolve(options.model)
         return load_config(options.model, options.trust_remote_code)
-    head = getattr(options.model, "get_output_embeddings", lambda: None)()
-    if head is None:
+    get_head = getattr(options.model, "get_output_embeddings", None)
+    if get_head is None or get_head() is None:
         raise MoesaicError(
             f"a {type(options.model).__name__} is no causal language model; load it "
             "with AutoModelForCausalLM, or pass its folder"
@@ -152,21 +161,24 @@ def _check_numbers(samples: int, length: int, seed: int) -> None:
             f"samples {samples!r} and seed {seed!r} must be whole numbers"
         )
     check_samples(samples, length)
-    if not 0 <= seed < 2**31:
-        raise MoesaicError(f"seed {seed} is outside 0..{2**31 - 1}")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise MoesaicError(f"seed {seed} is outside 0..{LARGEST_SEED}")
 
 
 def _tokenizer_of(options: ConvertOptions, config: Any) -> Any:
     """The tokenizer given, or the model's; None where none is needed and none found."""
     if options.tokenizer is not None:
         return options.tokenizer
-    name = config.name_or_path if options.in_memory else options.model
-    needed = (
-        isinstance(options.calibration, str | Path) and not options.in_memory
-    )
-    if needed:
-        return load_tokenizer(name, options.trust_remote_code)
+    trust = options.trust_remote_code
+    if options.in_memory:
+        name = config.name_or_path
+    else:
+        name = options.model
+        if isinstance(options.calibration, str | Path):
+            return load_tokenizer(name, trust)  # needed to read the text
+    if not name:
+        return None
     try:
-        return load_tokenizer(name, options.trust_remote_code) if name else None
+        return load_tokenizer(name, trust)
     except MoesaicError:
         return None

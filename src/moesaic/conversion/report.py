@@ -10,7 +10,10 @@ from moesaic.conversion.layer_error import LayerReport
 
 @dataclass
 class ConversionReport:
-    """What was done and what it cost. Perplexities are None where nothing was held out."""
+    """What was done and what it cost.
+
+    Perplexities are None where nothing was held out.
+    """
 
     model: str
     method: dict[str, Any]  # name, about, settings
@@ -27,9 +30,8 @@ class ConversionReport:
     dense_perplexity: float | None = None
     perplexity: float | None = None
     budgets: list[int] = field(default_factory=list)  # by layer, if they differ
-    search: dict[str, float] = field(
-        default_factory=dict
-    )  # error or ratio per layout
+    # Of each layout that was tried: its error, or its perplexity ratio.
+    search: dict[str, float] = field(default_factory=dict)
     heldout: str | None = None
     heldout_tokens: int = 0
     seconds: float = 0.0

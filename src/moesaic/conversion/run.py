@@ -52,7 +52,8 @@ class Clock:
 
     def __call__(self, step: str) -> None:
         now = time.perf_counter()
-        self.seconds[step] = self.seconds.get(step, 0.0) + now - self.last
+        earlier = self.seconds.get(step, 0.0)
+        self.seconds[step] = earlier + now - self.last
         self.last = now
 
 
@@ -97,9 +98,11 @@ class Run:
                 self.stream.advance(layer)
                 self.clock("advance")
             elif isinstance(self.stream.ffns, Mixtures):
-                reports.append(self._replace_experts(method, layer))
+                report = self._replace_experts(method, layer)
+                reports.append(report)
             else:
-                reports.append(self._replace_ffn(method, layer))
+                report = self._replace_ffn(method, layer)
+                reports.append(report)
             module.to(home)
         return reports
 
@@ -115,7 +118,8 @@ class Run:
             home = next(module.parameters()).device
             module.to(self.stream.device)
             check_inputs(self.stream, layer)
-            reports.append(self._replace_linears_of(method, layer))
+            report = self._replace_linears_of(method, layer)
+            reports.append(report)
             if not self._is_last(layer):
                 self.stream.advance(layer)
             self.clock("advance")
@@ -126,14 +130,14 @@ class Run:
         self, method: LinearMethod, layer: int
     ) -> LayerReport:
         """Converts one decoder layer's linear layers on the inputs that they get."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         moe = self.plan.moe
         assert moe.linears is not None
         paths = [path.format(layer) for path in moe.linears.paths]
+        prefixes = [self._prefixed(path) for path in paths]
         saved = None
         if self.draft is not None:
             dense = [self._base.get_submodule(path) for path in paths]
-            prefixes = [self._prefixed(path) for path in paths]
             saved = load_linears(self.draft, layer, prefixes, moe, dense)
         if saved is not None:
             self._install_linears(paths, saved.replacements)
@@ -158,16 +162,16 @@ class Run:
                 )
             except MoesaicError as error:
                 raise self._blame(layer, error) from error
-            errors.append(linear_error(linear, replacement, inputs))
+            lost = linear_error(linear, replacement, inputs)
+            errors.append(lost)
             replacements.append(replacement)
         self.clock("convert")
         self._install_linears(paths, replacements)
         report = linears_report(
             layer, errors, self.calibration, method.fits_weights
         )
-        report.seconds = time.perf_counter() - begun
+        report.seconds = time.perf_counter() - started
         if self.draft is not None:
-            prefixes = [self._prefixed(path) for path in paths]
             save_layer(self.draft, layer, prefixes, replacements, report)
             self.clock("write")
         return report
@@ -175,10 +179,10 @@ class Run:
     def _install_linears(
         self, paths: list[str], replacements: list[Any]
     ) -> None:
+        config = self.plan.config
         for path, replacement in zip(paths, replacements, strict=True):
-            install_linear(
-                self._base, self.plan.config, path, replacement.eval()
-            )
+            replacement.eval()
+            install_linear(self._base, config, path, replacement)
 
     def _prefixed(self, path: str) -> str:
         """A path from the base model as the whole model's state names it."""
@@ -187,7 +191,7 @@ class Run:
 
     def _replace_ffn(self, method: FFNMethod, layer: int) -> LayerReport:
         """Convert, measure, pass on, save."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         ffns = self.stream.ffns
         prefixes = [ffns.state_prefix(layer)]
         inputs = ffn_inputs(
@@ -216,15 +220,15 @@ class Run:
         self.clock("measure")
         self._pass_on(layer, replacement, inputs.all())
         self.clock("advance")
-        report.seconds = time.perf_counter() - begun
+        report.seconds = time.perf_counter() - started
         if self.draft is not None:
             save_layer(self.draft, layer, prefixes, [replacement], report)
             self.clock("write")
         return report
 
     def _replace_experts(self, method: FFNMethod, layer: int) -> LayerReport:
-        """The same for a layer that has experts: each of them is converted by itself."""
-        begun = time.perf_counter()
+        """The same for a layer of experts: each of them is converted by itself."""
+        started = time.perf_counter()
         ffns = self.stream.ffns
         assert isinstance(ffns, Mixtures)
         inputs = ExpertInputs(
@@ -244,10 +248,9 @@ class Run:
         if self.draft is not None:
             saved = load_layer(self.draft, layer, prefixes, self.plan.moe)
         if saved is not None:
-            stacked = [
-                module.to(self.stream.device) for module in saved.replacements
-            ]
-            converted = mixture.unstacked(stacked, saved.report)
+            device = self.stream.device
+            modules = [module.to(device) for module in saved.replacements]
+            converted = mixture.unstacked(modules, saved.report)
             self._pass_on_mixture(layer, converted, inputs)
             return saved.report
         try:
@@ -256,7 +259,7 @@ class Run:
             raise self._blame(layer, error) from error
         self._pass_on_mixture(layer, converted, inputs)
         self.clock("advance")
-        converted.report.seconds = time.perf_counter() - begun
+        converted.report.seconds = time.perf_counter() - started
         if self.draft is not None:
             modules = converted.modules
             save_layer(self.draft, layer, prefixes, modules, converted.report)

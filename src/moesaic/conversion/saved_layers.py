@@ -39,7 +39,8 @@ def save_layer(
     for prefix, replacement in zip(prefixes, replacements, strict=False):
         for name, tensor in replacement.state_dict().items():
             state[f"{prefix}.{name}"] = tensor
-    drafts.save_layer(draft, layer, state, report.to_dict(timing=False))
+    values = report.to_dict(timing=False)
+    drafts.save_layer(draft, layer, state, values)
 
 
 def load_layer(
@@ -48,7 +49,8 @@ def load_layer(
     """A layer that an earlier run finished, or None where it is absent or damaged."""
 
     def empty(report: LayerReport) -> list[Any]:
-        return _empty(moe.with_whole(layer, report.whole_experts), layer)
+        moe_of_layer = moe.with_whole(layer, report.whole_experts)
+        return _empty(moe_of_layer, layer)
 
     return _load(draft, layer, prefixes, empty)
 
@@ -82,22 +84,29 @@ def _load(
         report = LayerReport(seconds=None, **values)
         replacements = empty(report)
         for prefix, replacement in zip(prefixes, replacements, strict=False):
-            start = f"{prefix}."
-            own = {
-                name.removeprefix(start): tensor
-                for name, tensor in state.items()
-                if name.startswith(start)
-            }
-            replacement.load_state_dict(own, assign=True)
+            weights = _weights_of(state, prefix)
+            replacement.load_state_dict(weights, assign=True)
             replacement.eval()
     except (ValueError, TypeError, KeyError, RuntimeError):
         return None
     return SavedLayer(replacements, report)
 
 
+def _weights_of(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The tensors below a prefix, by their names without it."""
+    start = f"{prefix}."
+    weights = {}
+    for name, tensor in state.items():
+        if name.startswith(start):
+            weights[name.removeprefix(start)] = tensor
+    return weights
+
+
 def _empty(moe: MoEConfig, layer: int) -> list[Any]:
     """The replacements of a layer without weights."""
     with torch.device("meta"):
-        modules: list[Any] = [new_replacement(moe, layer)]
+        replacement: Any = new_replacement(moe, layer)
         shared = new_outer_shared(moe)
-    return modules if shared is None else [*modules, shared]
+    if shared is None:
+        return [replacement]
+    return [replacement, shared]

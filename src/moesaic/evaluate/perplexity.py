@@ -58,7 +58,8 @@ def perplexity(
     for ids_BL in _windows(ids, sequence_length):
         inputs_BL = ids_BL.to(embeddings.device)
         logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
-        loss += _sum_of_losses(logits_BLV, ids_BL)
+        for chunk_loss in _losses(logits_BLV, ids_BL):
+            loss += chunk_loss
         windows, length = ids_BL.shape
         predicted += windows * (length - 1)
         if progress is not None:
@@ -81,17 +82,15 @@ def _check_ids(ids: Tensor, vocabulary: int) -> None:
         )
 
 
-def _sum_of_losses(logits_BLV: Tensor, ids_BL: Tensor) -> float:
-    """Of all tokens but the first of each window, chunk by chunk."""
+def _losses(logits_BLV: Tensor, ids_BL: Tensor) -> Iterator[float]:
+    """Each chunk's sum of losses, of all tokens but the first of each window."""
     targets_BL = ids_BL.to(logits_BLV.device)
-    length = targets_BL.shape[1]
-    loss = 0.0
-    for start in range(0, length - 1, _CHUNK):
-        end = min(start + _CHUNK, length - 1)
+    last = targets_BL.shape[1] - 1
+    for start in range(0, last, _CHUNK):
+        end = min(start + _CHUNK, last)
         chunk_BCV = logits_BLV[:, start:end].float()
         next_BC = targets_BL[:, start + 1 : end + 1]
-        loss += cross_entropy(chunk_BCV.mT, next_BC, reduction="sum").item()
-    return loss
+        yield cross_entropy(chunk_BCV.mT, next_BC, reduction="sum").item()
 
 
 def _windows(ids: Tensor, length: int) -> Iterator[Tensor]:

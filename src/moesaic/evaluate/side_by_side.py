@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moesaic.calibration.text import to_ids
 from moesaic.errors import MoesaicError
@@ -31,55 +32,79 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Callable[[str, int], Callable[[int], Any]] | None = None,
 ) -> dict[str, Any]:
-    """Perplexity on every SOURCE of `text`: model, perplexity, tokens, active_ffn_fraction.
+    """Perplexity on every SOURCE of `text`.
 
-    With `against` also the dense model's, under that key, and `ratio`. The default text is the
-    demo's for what came from the demo model, else wikitext2. `progress(name, tokens)` returns
-    what is told of each batch. Raises MoesaicError for bad input, and where the two models cut a
-    text into different tokens. Costs one forward pass over the text per model.
+    Gives model, perplexity and tokens by source, and active_ffn_fraction. With
+    `against` also the dense model's, under that key, and `ratio`. The default text is
+    the demo's for what came from the demo model, else wikitext2.
+    `progress(name, tokens)` returns what is told of each batch. Raises MoesaicError for
+    bad input, and where the two models cut a text into different tokens. Costs one
+    forward pass over the text per model.
     """
     names = [model] if against is None else [model, against]
     configs = [load_config(name, trust_remote_code) for name in names]
     length = window_length(configs, sequence_length)
     if text is None:
-        base = (
-            configs[0].moesaic.base_model if is_converted(configs[0]) else model
-        )
-        text = ["demo" if base == "demo" else "wikitext2"]
+        text = [_default_text(model, configs[0])]
     if max_tokens is not None and max_tokens < 2:
         raise MoesaicError(
             f"at most {max_tokens} tokens predict nothing; take 2 or more"
         )
-    texts = []
+
+    texts: list[dict[str, Tensor]] = []
     for name in names:
         tokenizer = load_tokenizer(name, trust_remote_code)
-        texts.append(
-            {source: to_ids(source, tokenizer, heldout=True) for source in text}
-        )
+        ids_by_source = {}
+        for source in text:
+            ids_by_source[source] = to_ids(source, tokenizer, heldout=True)
+        texts.append(ids_by_source)
     for source in text:
         if not torch.equal(texts[0][source], texts[-1][source]):
             raise MoesaicError(
-                f"{model} and {against} cut {source} into different tokens: not comparable"
+                f"{model} and {against} cut {source} into different tokens: "
+                "not comparable"
             )
-    rows: list[dict[str, Any]] = []
-    for name, ids in zip(names, texts, strict=True):
+
+    rows = []
+    for name, ids_by_source in zip(names, texts, strict=True):
         loaded = load_model(name, dtype, trust_remote_code, device)
-        row: dict[str, Any] = {"model": name, "perplexity": {}, "tokens": {}}
-        total = sum(len(row_of_ids[:max_tokens]) for row_of_ids in ids.values())
-        tell = progress(name, total) if progress else None
+        report = None
+        if progress is not None:
+            tokens = 0
+            for ids in ids_by_source.values():
+                tokens += len(ids[:max_tokens])
+            report = progress(name, tokens)
+        values = {}
+        predicted = {}
         for source in text:
-            value, count = perplexity(
-                loaded, ids[source], length, max_tokens, tell
+            values[source], predicted[source] = perplexity(
+                loaded,
+                ids_by_source[source],
+                length,
+                max_tokens,
+                report,
             )
-            row["perplexity"][source], row["tokens"][source] = value, count
-        row["active_ffn_fraction"] = active_ffn_fraction(loaded.config)
+        row: dict[str, Any] = {
+            "model": name,
+            "perplexity": values,
+            "tokens": predicted,
+            "active_ffn_fraction": active_ffn_fraction(loaded.config),
+        }
         rows.append(row)
         del loaded
+
     result = rows[0] | {"sequence_length": length}
     if against is not None:
         dense = rows[1]
+        ratio = {}
+        for source in text:
+            dense_value = dense["perplexity"][source]
+            ratio[source] = result["perplexity"][source] / dense_value
         result["against"] = dense
-        result["ratio"] = {
-            s: result["perplexity"][s] / dense["perplexity"][s] for s in text
-        }
+        result["ratio"] = ratio
     return result
+
+
+def _default_text(model: str, config: Any) -> str:
+    base = config.moesaic.base_model if is_converted(config) else model
+    return "demo" if base == "demo" else "wikitext2"

@@ -57,9 +57,11 @@ def meta_model(config: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises many kinds for odd values
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise MoesaicError(
-            f"this {config.model_type} config is no causal language model's: {reason}"
+            f"this {config.model_type} config is no causal language model's: "
+            f"{reason}"
         ) from error
 
 
@@ -70,9 +72,10 @@ def count_macs(model: Any, tokens: int) -> Macs:
     are not recognised.
     """
     config = model.config
-    part = (
-        _converted_part(model) if is_converted(config) else _dense_part(model)
-    )
+    if is_converted(config):
+        part = _converted_part(model)
+    else:
+        part = _dense_part(model)
     head = model.get_output_embeddings().weight.numel()
     skipped = _skipped_inputs(model)
     attention = matrices(model) - part.matrices - head - skipped.attention
@@ -89,16 +92,20 @@ def count_macs(model: Any, tokens: int) -> Macs:
 
 def oracle_macs(dense: Macs, dense_config: Any, moe: MoEConfig) -> Macs:
     """Of a reference that no model can hold: as if to know were free."""
-    found = find_ffns(meta_model(dense_config))
-    found = replace(
-        found, kept=tuple(set(range(len(found.layers))) - set(moe.layers))
-    )
-    sizes = moe.first_sizes
+    ffns = find_ffns(meta_model(dense_config))
+    all_layers = set(range(len(ffns.layers)))
+    unconverted = all_layers - set(moe.layers)
+    ffns = replace(ffns, unconverted=tuple(unconverted))
     with_shared = moe.outer is not None and moe.outer.shared_sizes is not None
+
+    sizes = moe.first_sizes
     skipped = 1 - sizes.active / sizes.total
-    saved = skipped * routed_weights(found, with_shared)
-    fraction = 1 - skipped
-    return replace(dense, ffn=dense.ffn - saved, active_ffn_fraction=fraction)
+    saved = skipped * routed_weights(ffns, with_shared)
+    return replace(
+        dense,
+        ffn=dense.ffn - saved,
+        active_ffn_fraction=1 - skipped,
+    )
 
 
 @dataclass(frozen=True)
@@ -121,16 +128,19 @@ class _Skipped:
 
 def _skipped_inputs(model: Any) -> _Skipped:
     """Of linear layers that were replaced by ones that skip inputs."""
-    if not is_converted(model.config) or model.config.moesaic.linears is None:
+    if not is_converted(model.config):
         return _Skipped()
-    path = model.config.moesaic.path.partition("{}.")[2]
+    moe: MoEConfig = model.config.moesaic
+    if moe.linears is None:
+        return _Skipped()
+    _, _, ffn_path = moe.path.partition("{}.")
     ffn = 0.0
     attention = 0.0
     for name, module in model.named_modules():
         if not isinstance(module, MoesaicThresholdedLinear):
             continue
         skipped = module.weight.numel() - module.active_weights()
-        if f".{path}." in name:
+        if f".{ffn_path}." in name:
             ffn += skipped
         else:
             attention += skipped
@@ -145,70 +155,94 @@ def _converted_part(model: Any) -> _FFNPart:
         if isinstance(module, MoesaicReplacement)
         and not isinstance(module, MoesaicThresholdedLinear)
     ]
-    ffn = sum(one.active_weights() for one in replacements)
-    routers = sum(one.router_weights() for one in replacements)
-    inside = sum(matrices(one) for one in replacements)
+    ffn = sum(module.active_weights() for module in replacements)
+    routers = sum(module.router_weights() for module in replacements)
+    inside = sum(matrices(module) for module in replacements)
     neuron = moe.block.matrices * moe.block.hidden_size
-    dense = _layers_kept(model.config) * neuron * moe.first_sizes.total
+    kept_ffn = neuron * moe.first_sizes.total
+    kept = _layers_kept(model.config) * kept_ffn
     if moe.outer is None:
-        return _FFNPart(ffn + dense, routers, 0.0, int(inside + dense))
+        return _FFNPart(
+            ffn=ffn + kept,
+            router=routers,
+            sub_router=0.0,
+            matrices=int(inside + kept),
+        )
+
     # Of layers that stay, the experts that run are as they were.
-    dense *= moe.outer.num_active
+    kept *= moe.outer.num_active
     base = getattr(model, model.base_model_prefix, model)
     layers_path, _, path = moe.path.partition(".{}.")
     layers = base.get_submodule(layers_path)
     around, outer_router = _around_experts(layers, path)
-    experts = _experts(layers, path)
-    shared = [one for one in replacements if not any(one is e for e in experts)]
-    ffn += dense + around - sum(matrices(one) for one in shared)
-    return _FFNPart(ffn, outer_router, routers, around)
+    experts = {id(module) for module in _experts(layers, path)}
+    # `around` holds what the replacements of shared experts hold.
+    counted_twice = sum(
+        matrices(module) for module in replacements if id(module) not in experts
+    )
+    ffn += kept + around - counted_twice
+    return _FFNPart(
+        ffn=ffn,
+        router=outer_router,
+        sub_router=routers,
+        matrices=around,
+    )
 
 
 def _experts(layers: Any, path: str) -> list[nn.Module]:
     """The modules of routed experts, in the layers that have some."""
-    found = []
+    experts = []
     for layer in layers:
         try:
-            found.append(layer.get_submodule(path))
+            experts.append(layer.get_submodule(path))
         except AttributeError:
             continue
-    return found
+    return experts
 
 
 def _dense_part(model: Any) -> _FFNPart:
-    found = find_ffns(model)
-    routed = routed_weights(found)
-    if not isinstance(found, Mixtures):
-        return _FFNPart(routed, 0, 0, routed)
-    around, outer_router = _around_experts(found.layers, found.ffn_path)
-    return _FFNPart(routed + around, outer_router, 0, around)
+    ffns = find_ffns(model)
+    routed = routed_weights(ffns)
+    if not isinstance(ffns, Mixtures):
+        return _FFNPart(ffn=routed, router=0, sub_router=0, matrices=routed)
+    around, outer_router = _around_experts(ffns.layers, ffns.ffn_path)
+    return _FFNPart(
+        ffn=routed + around,
+        router=outer_router,
+        sub_router=0,
+        matrices=around,
+    )
 
 
-def routed_weights(found: FFNs, with_shared: bool = False) -> int:
+def routed_weights(ffns: FFNs, with_shared: bool = False) -> int:
     """Weights of the FFNs that a conversion changes, as many as one token meets.
 
     With those of a mixture's shared experts where `with_shared`.
     """
-    each = sum(_ffn_weights(found.read(layer)) for layer in found.converted)
-    if not isinstance(found, Mixtures):
-        return each
+    routed = 0
+    for layer in ffns.converted:
+        routed += _ffn_weights(ffns.read(layer))
+    if not isinstance(ffns, Mixtures):
+        return routed
     shared = 0
     if with_shared:
-        layers = found.converted
-        shared = sum(_ffn_weights(found.read_beside(layer)) for layer in layers)
-    return each * found.outer_active + shared
+        for layer in ffns.converted:
+            shared += _ffn_weights(ffns.read_shared_expert(layer))
+    return routed * ffns.outer_active + shared
 
 
 def _ffn_weights(ffn: DenseFFN | None) -> int:
+    """Weights of an FFN's matrices."""
     if ffn is None:
         return 0
-    return sum(t.numel() for t in ffn.tensors().values() if t.ndim == 2)
+    tensors = ffn.tensors().values()
+    return sum(tensor.numel() for tensor in tensors if tensor.ndim == 2)
 
 
 def _around_experts(layers: Any, path: str) -> tuple[int, int]:
-    """Weights of shared experts and dense layers beside the experts; of outer routers."""
+    """Weights of shared experts and dense layers; of outer routers."""
     parent, _, name = path.rpartition(".")
-    beside = 0
+    around = 0
     router = 0
     for layer in layers:
         try:
@@ -217,16 +251,17 @@ def _around_experts(layers: Any, path: str) -> tuple[int, int]:
             continue
         linear = matrices(block)
         experts = getattr(block, name, None)
-        beside += linear
+        around += linear
         router += _flat_weights(block) - linear - _flat_weights(experts)
-    return beside, router
+    return around, router
 
 
 def _flat_weights(module: nn.Module | None) -> int:
     """Weights in parameters of two dimensions."""
     if module is None:
         return 0
-    return sum(p.numel() for p in module.parameters() if p.ndim == 2)
+    parameters = module.parameters()
+    return sum(weight.numel() for weight in parameters if weight.ndim == 2)
 
 
 def is_converted(config: Any) -> bool:
@@ -243,31 +278,36 @@ def active_ffn_fraction(config: Any) -> float:
     if not is_converted(config):
         return 1.0
     moe: MoEConfig = config.moesaic
+    outer = moe.outer
     total = float(moe.first_sizes.total)
     converted = len(moe.layers)
     if not converted:
         return 1.0
-    active = sum(sizes.active for sizes in moe.sizes) / converted
-    if moe.outer is not None:
-        outer = moe.outer
-        whole = sum(map(len, outer.whole.values()))
-        share = whole / (converted * outer.num_experts)
-        active = outer.num_active * (share * total + (1 - share) * active)
+    active_sum = sum(sizes.active for sizes in moe.sizes)
+    active = active_sum / converted
+    if outer is not None:
+        whole_experts = sum(map(len, outer.whole.values()))
+        all_experts = converted * outer.num_experts
+        whole_share = whole_experts / all_experts
+        expert_active = whole_share * total + (1 - whole_share) * active
+        active = outer.num_active * expert_active
         total *= outer.num_active
         if outer.shared_sizes is not None:
             active += outer.shared_sizes.active
             total += outer.shared_sizes.total
     kept = _layers_kept(config)
-    return (converted * active + kept * total) / ((converted + kept) * total)
+    active_neurons = converted * active + kept * total
+    all_neurons = (converted + kept) * total
+    return active_neurons / all_neurons
 
 
 def _layers_kept(config: Any) -> int:
     """Layers that a conversion has left, of those with experts in a mixture."""
     moe: MoEConfig = config.moesaic
-    depth = config.get_text_config().num_hidden_layers
+    layers = config.get_text_config().num_hidden_layers
     if moe.outer is not None:
-        depth = moe.outer.num_layers
-    return int(depth - len(moe.layers))
+        layers = moe.outer.num_layers
+    return int(layers - len(moe.layers))
 
 
 def matrices(module: nn.Module | None) -> int:
@@ -275,24 +315,30 @@ def matrices(module: nn.Module | None) -> int:
     if module is None:
         return 0
     kinds = nn.Linear | Conv1D | MoesaicProjection | MoesaicThresholdedLinear
-    return sum(
-        m.weight.numel() for m in module.modules() if isinstance(m, kinds)
-    )
+    weights = 0
+    for submodule in module.modules():
+        if isinstance(submodule, kinds):
+            weights += submodule.weight.numel()
+    return weights
 
 
 def _scores(config: Any, tokens: int) -> float:
     """Queries times keys and probabilities times values, causal, within windows."""
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = getattr(config, "head_dim", None)
+    if not head_dim:
+        head_dim = config.hidden_size // heads
     window = getattr(config, "sliding_window", None)
     # A family with a window and no list of layer types slides in every layer.
-    types = getattr(config, "layer_types", None)
-    if not types:
-        types = ["sliding_attention"] * config.num_hidden_layers
-    seen = 0
-    for kind in types:
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        layer_types = ["sliding_attention"] * config.num_hidden_layers
+    pairs = 0  # of a query and a key that it sees
+    for layer_type in layer_types:
         reach = tokens
-        if window and kind == "sliding_attention":
+        if window and layer_type == "sliding_attention":
             reach = min(window, tokens)
-        seen += reach * (reach + 1) // 2 + (tokens - reach) * reach
-    return float(2 * heads * head_dim * seen)
+        first_queries = reach * (reach + 1) // 2
+        later_queries = (tokens - reach) * reach
+        pairs += first_queries + later_queries
+    return float(2 * heads * head_dim * pairs)

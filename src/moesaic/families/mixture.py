@@ -50,7 +50,7 @@ _USUAL_FORM = {
 class Mixtures(FFNs):
     """Where a mixture keeps its experts.
 
-    `ffn_path` is the module of all experts of a layer. `beside_path` is an FFN that
+    `ffn_path` is the module of all experts of a layer. `shared_expert_path` is an FFN that
     every token runs: a "shared expert".
     """
 
@@ -58,11 +58,13 @@ class Mixtures(FFNs):
     mixed: tuple[int, ...] = ()
     num_outer: int = 0  # experts of a layer
     outer_active: int = 0  # of them run for a token
-    beside_path: str | None = None  # within a layer
+    shared_expert_path: str | None = None  # within a layer
 
     @property
     def converted(self) -> tuple[int, ...]:
-        return tuple(layer for layer in self.mixed if layer not in self.kept)
+        return tuple(
+            layer for layer in self.mixed if layer not in self.unconverted
+        )
 
     def read(self, layer: int, expert: int = 0) -> DenseFFN:
         """One expert in canonical form: views of the model's tensors, no copy."""
@@ -72,11 +74,11 @@ class Mixtures(FFNs):
         down_DM = experts.down_proj.detach()[expert]
         return DenseFFN(up_MD, down_DM, self.activation, gate_MD)
 
-    def read_beside(self, layer: int) -> DenseFFN | None:
+    def read_shared_expert(self, layer: int) -> DenseFFN | None:
         """The shared expert beside the routed ones, where the family has one."""
-        if self.beside_path is None:
+        if self.shared_expert_path is None:
             return None
-        shared: Any = self.layers[layer].get_submodule(self.beside_path)
+        shared: Any = self.layers[layer].get_submodule(self.shared_expert_path)
         gate_FD = shared.gate_proj.weight.detach()
         up_FD = shared.up_proj.weight.detach()
         down_DF = shared.down_proj.weight.detach()
@@ -85,15 +87,15 @@ class Mixtures(FFNs):
     def prefixes(self, layer: int) -> list[str]:
         """Where the state dict keeps what replaces the experts, and the shared one."""
         experts = self.state_prefix(layer)
-        if self.beside_path is None:
+        if self.shared_expert_path is None:
             return [experts]
         layer_prefix = experts.removesuffix(self.ffn_path)
-        return [experts, layer_prefix + self.beside_path]
+        return [experts, layer_prefix + self.shared_expert_path]
 
     def replaced_paths(self) -> tuple[str, ...]:
-        if self.beside_path is None:
+        if self.shared_expert_path is None:
             return (self.ffn_path,)
-        return (self.ffn_path, self.beside_path)
+        return (self.ffn_path, self.shared_expert_path)
 
 
 def experts_of(layer: nn.Module) -> str | None:
@@ -132,7 +134,7 @@ def find_mixtures(model: Any, stack: LayerStack) -> Mixtures | None:
         outer_active=outer_active,
         num_outer=len(experts.gate_up_proj),
         activation=activation_of(model, stack.name),
-        beside_path=_beside(layer, path),
+        shared_expert_path=_shared_expert_path(layer, path),
     )
     for number, path in paths.items():
         _check_layer(mixtures, number, path)
@@ -157,7 +159,7 @@ def _active_experts(model: Any, name: str, experts: nn.Module) -> int:
     )
 
 
-def _beside(layer: nn.Module, experts_path: str) -> str | None:
+def _shared_expert_path(layer: nn.Module, experts_path: str) -> str | None:
     """Path of a plain gate/up/down FFN beside the experts that is named as shared.
 
     None for one with biases.
@@ -233,7 +235,7 @@ def _check_layer(mixtures: Mixtures, layer: int, path: str) -> None:
         )
     if not weight.is_meta:
         _check_experts(mixtures, layer)
-        _check_beside(mixtures, layer)
+        _check_shared_expert(mixtures, layer)
 
 
 @torch.no_grad()
@@ -249,8 +251,7 @@ def _check_experts(mixtures: Mixtures, layer: int) -> None:
     gate_TO = torch.full_like(x_TD[:, :1], 0.5)
     try:
         expected_TD = module(x_TD, index_TO, gate_TO)
-    # Whatever a module of another kind makes of inputs.
-    except Exception as error:
+    except Exception as error:  # a module of another kind may raise anything
         reason = reason_of(error)
         raise MoesaicError(
             f"{mixtures.name}: the experts of layer {layer} cannot be run ({reason}); "
@@ -273,41 +274,47 @@ def _check_experts(mixtures: Mixtures, layer: int) -> None:
 
 
 @torch.no_grad()
-def _check_beside(mixtures: Mixtures, layer: int) -> None:
+def _check_shared_expert(mixtures: Mixtures, layer: int) -> None:
     """The shared expert gets the layer's inputs, and computes what we believe."""
-    expert = mixtures.read_beside(layer)
+    expert = mixtures.read_shared_expert(layer)
     if expert is None:
         return
-    given_TD = random_inputs(4, expert.up_FD)
-    seen_BLD, expected_BLD = _run_beside(mixtures, layer, given_TD)
+    x_TD = random_inputs(4, expert.up_FD)
+    input_BLD, expected_BLD = _run_shared_expert(mixtures, layer, x_TD)
     if not torch.isfinite(expected_BLD).all():
         return  # broken weights are reported by name, by the conversion
-    same_inputs = torch.equal(seen_BLD.reshape(-1), given_TD.reshape(-1))
-    ours_BLD = expert.output(expert.hidden(seen_BLD))
+    same_inputs = torch.equal(input_BLD.reshape(-1), x_TD.reshape(-1))
+    h_BLM = expert.hidden(input_BLD)
+    ours_BLD = expert.output(h_BLM)
     relative = relative_difference(ours_BLD, expected_BLD)
-    if not (same_inputs and relative <= tolerance(expected_BLD.dtype)):
+    same_outputs = relative <= tolerance(expected_BLD.dtype)
+    if not (same_inputs and same_outputs):
         raise MoesaicError(
-            f"{mixtures.name}: the shared expert {mixtures.beside_path!r} of layer "
+            f"{mixtures.name}: the shared expert {mixtures.shared_expert_path!r} of layer "
             f"{layer} computes something else; supported mixtures are "
             f"{SUPPORTED_MIXTURES}"
         )
 
 
-def _run_beside(
+def _run_shared_expert(
     mixtures: Mixtures, layer: int, x_TD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the shared expert is called with and returns when its parent is run."""
-    assert mixtures.beside_path is not None
-    parent_path = mixtures.ffn_path.rpartition(".")[0]
-    parent = mixtures.layers[layer].get_submodule(parent_path)
-    shared = mixtures.layers[layer].get_submodule(mixtures.beside_path)
+    assert mixtures.shared_expert_path is not None
+    parent_path, _, _ = mixtures.ffn_path.rpartition(".")
+    decoder_layer = mixtures.layers[layer]
+    parent = decoder_layer.get_submodule(parent_path)
+    shared_expert = decoder_layer.get_submodule(mixtures.shared_expert_path)
     calls: list[tuple[Tensor, Tensor]] = []
-    handle = shared.register_forward_hook(
-        lambda _, inputs, output: calls.append((inputs[0], output))
-    )
+
+    def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        calls.append((inputs[0], output))
+
+    handle = shared_expert.register_forward_hook(record)
     training = parent.training
+    parent.eval()
     try:
-        parent.eval()(x_TD[None])
+        parent(x_TD[None])
     finally:
         handle.remove()
         parent.train(training)

@@ -92,13 +92,15 @@ class FFNs(LayerStack):
     identities: tuple[str, ...]  # modules that the block makes superfluous
     pattern: Pattern
     activation: str
-    kept: tuple[int, ...] = ()  # layers that stay as they are
+    unconverted: tuple[int, ...] = ()  # layers that stay as they are
 
     @property
     def converted(self) -> tuple[int, ...]:
         """The layers that a conversion changes."""
         numbers = range(len(self.layers))
-        return tuple(layer for layer in numbers if layer not in self.kept)
+        return tuple(
+            layer for layer in numbers if layer not in self.unconverted
+        )
 
     def replaced(self, layer: int) -> nn.Module:
         """The module that receives the FFN's input."""
@@ -295,12 +297,13 @@ def _check_formula(ffns: FFNs, layer: int) -> None:
     ffn = ffns.read(layer)
     x_TD = random_inputs(4, ffn.up_FD)
     training = module.training
+    module.eval()
     try:
-        expected_TD = module.eval()(x_TD)
-        ours_TD = ffn.output(ffn.hidden(x_TD))
+        expected_TD = module(x_TD)
+        h_TF = ffn.hidden(x_TD)
+        ours_TD = ffn.output(h_TF)
         relative = relative_difference(ours_TD, expected_TD)
-    # Whatever a module of another kind makes of inputs.
-    except Exception as error:
+    except Exception as error:  # a module of another kind may raise anything
         reason = reason_of(error)
         raise MoesaicError(
             f"{ffns.name}: its FFN {ffns.ffn_path!r} is not called with hidden states "

@@ -41,7 +41,7 @@ class Loads:
     spread_L: Tensor
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Per group: pairs per token, each expert's share, and what is uneven in them."""
+        """Per group: pairs per token, each expert's share, and how uneven they are."""
         rows = []
         groups = zip(
             self.names,
@@ -117,8 +117,11 @@ def chosen(
         group_P = args[1]
         groups, experts_of_group = bias.shape
         tokens_G = _occurrences(group_P, groups)
-        by_threshold = len(output) == 3
-        group = group_P[output[0]] if by_threshold else group_P[:, None]
+        if len(output) == 3:
+            row = output[0]
+            group = group_P[row]
+        else:
+            group = group_P[:, None]
         expert = expert + experts_of_group * group
     count = _occurrences(expert.flatten(), bias.numel())
     return count.view(len(tokens_G), -1), tokens_G
@@ -178,8 +181,10 @@ class Balancer:
                 return
             count_GR, tokens_G = chosen(router, args, output)
             device = count_GR.device
-            self.count[layer] = self.count[layer].to(device) + count_GR
-            self.tokens[layer] = self.tokens[layer].to(device) + tokens_G
+            earlier_GR = self.count[layer].to(device)
+            earlier_G = self.tokens[layer].to(device)
+            self.count[layer] = earlier_GR + count_GR
+            self.tokens[layer] = earlier_G + tokens_G
 
         return count
 
@@ -201,7 +206,8 @@ class Balancer:
             load_GR = torch.where(tokens_G1 > 0, mean_GR, target)
             end = start + len(count_GR)
             bound_G1 = self.bound_L[start:end, None]
-            self._move(router, load_GR, target, self.centre[layer], bound_G1)
+            centre = self.centre[layer]
+            self._move(router, load_GR, target, centre, bound_G1)
             loads.append(load_GR)
             start = end
         self.clear()
@@ -251,8 +257,8 @@ def hooked(
     handles = []
     for layer, router in enumerate(routers):
 
-        def call(module: Any, *seen: Any, layer: int = layer) -> None:
-            hook(layer, module, *seen)
+        def call(module: Any, *args: Any, layer: int = layer) -> None:
+            hook(layer, module, *args)
 
         if before:
             handle = router.register_forward_pre_hook(call)
@@ -295,31 +301,43 @@ def measure_loads(model: Any, windows_NL: Tensor) -> Loads | None:
     def count(layer: int, router: Any, args: Any, output: Any) -> None:
         count_GR, tokens_G = chosen(router, args, output)
         square_G = _summed_variance(router, args, len(tokens_G))
-        counts[layer] = counts[layer] + count_GR.cpu()
-        tokens[layer] = tokens[layer] + tokens_G.cpu()
-        squares[layer] = squares[layer] + square_G.cpu()
+        counts[layer] += count_GR.cpu()
+        tokens[layer] += tokens_G.cpu()
+        squares[layer] += square_G.cpu()
 
     with hooked(routers, count):
         run(model, windows_NL)
     names = []
     for name, tokens_G in zip(named_routers(model), tokens, strict=True):
         groups = len(tokens_G)
-        if groups == 1:
-            names.append(name)
-        else:
-            names += [f"{name}, expert {group}" for group in range(groups)]
+        names += _group_names(name, groups)
     tokens_L = torch.cat(tokens)
     square_L = torch.cat(squares)
     variance_L = square_L / tokens_L.clamp(min=1)
-    return Loads(names, torch.cat(counts), tokens_L, variance_L.sqrt())
+    return Loads(
+        names=names,
+        count_LR=torch.cat(counts),
+        tokens_L=tokens_L,
+        spread_L=variance_L.sqrt(),
+    )
+
+
+def _group_names(name: str, groups: int) -> list[str]:
+    if groups == 1:
+        return [name]
+    return [f"{name}, expert {group}" for group in range(groups)]
 
 
 def _summed_variance(router: Any, args: Any, groups: int) -> Tensor:
-    """Over the experts of a token, of what they are chosen by; summed by groups (G,)."""
+    """Variance, over a token's experts, of what they are chosen by; group sums (G,)."""
     value_TR = selection_values(router, *args).double()
     variance_T = value_TR.var(dim=1, unbiased=False)
-    group_T = args[1] if groups > 1 else torch.zeros_like(variance_T).long()
-    return variance_T.new_zeros(groups).index_add_(0, group_T, variance_T)
+    if groups > 1:
+        group_T = args[1]
+    else:
+        group_T = torch.zeros_like(variance_T).long()
+    sum_G = variance_T.new_zeros(groups)
+    return sum_G.index_add_(0, group_T, variance_T)
 
 
 @torch.no_grad()

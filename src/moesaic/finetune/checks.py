@@ -10,6 +10,7 @@ from moesaic.families.load import choose_device
 from moesaic.finetune.options import NO_TEACHER, FinetuneOptions
 
 MOST_RATE = 1e4
+LARGEST_SEED = 2**31 - 1
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
@@ -55,9 +56,9 @@ def _check_rates(options: FinetuneOptions) -> None:
 
 
 def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**31:
+    if not 0 <= seed <= LARGEST_SEED:
         raise MoesaicError(
-            f"seed {seed} is outside 0..{2**31 - 1}; choose one inside it"
+            f"seed {seed} is outside 0..{LARGEST_SEED}; choose one inside it"
         )
 
 

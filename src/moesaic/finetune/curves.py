@@ -65,8 +65,9 @@ def _png(figure: Any) -> bytes:
 def curve_png(history: list[dict[str, float]]) -> bytes:
     """Each loss against the samples seen."""
     names = _logged(LOSSES, history)
-    figure = _figure(4.5 * len(names), 3.5)
-    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    count = len(names)
+    figure = _figure(4.5 * count, 3.5)
+    panels = figure.subplots(1, count, squeeze=False)[0]
     samples = [row["samples"] for row in history]
     for axes, name in zip(panels, names, strict=True):
         losses = [row[name] for row in history]
@@ -96,10 +97,11 @@ def _draw_loads(axes: Any, loads: Loads, title: str) -> None:
         over_mean = [share * count for share in shares]
         ranks = range(1, count + 1)
         red = 0.9 * layer / max(last, 1)
+        colour = (red, 0.3, 0.6)
         label = None
         if layer in (0, last):
             label = f"layer {loads.names[layer]}"
-        axes.plot(ranks, over_mean, color=(red, 0.3, 0.6), label=label)
+        axes.plot(ranks, over_mean, color=colour, label=label)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set(title=title, xlabel="expert, by load")
     axes.legend()

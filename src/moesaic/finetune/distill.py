@@ -20,7 +20,10 @@ from moesaic.finetune.lora import blocks_of
 
 @dataclass(frozen=True)
 class Mix:
-    """How much each loss counts: next token, KL of the logits, relative error of the FFNs."""
+    """How much each loss counts.
+
+    They are of the next token, the KL of the logits, and the FFNs' relative error.
+    """
 
     lm: float = 1.0
     logits: float = 0.0
@@ -48,8 +51,8 @@ def relative_error(y_BLD: Tensor, target_BLD: Tensor) -> Tensor:
     target_BLD = target_BLD.float()
     difference_BLD = y_BLD - target_BLD
     error_B = difference_BLD.square().sum((1, 2))
-    size_B = target_BLD.square().sum((1, 2)).clamp(min=1e-20)
-    relative_B = error_B / size_B
+    energy_B = target_BLD.square().sum((1, 2))
+    relative_B = error_B / energy_B.clamp(min=1e-20)
     return relative_B.mean()
 
 
@@ -72,12 +75,14 @@ class Teacher:
 
     def _record_ffns(self, student: Any) -> None:
         """Hooks that keep what each FFN, the student's and the dense one, puts out."""
+        record_output = self._recorder(self.outputs)
         for block in blocks_of(student):
-            block.register_forward_hook(self._recorder(self.outputs))
+            block.register_forward_hook(record_output)
+        record_target = self._recorder(self.targets)
         ffns = find_ffns(self.dense)
         for layer in student.config.moesaic.layers:
             module = ffns.last_module(layer)
-            module.register_forward_hook(self._recorder(self.targets))
+            module.register_forward_hook(record_target)
 
     def _recorder(self, outputs: list[Tensor]) -> Any:
         def record(module: Any, args: Any, output: Tensor) -> None:
@@ -124,7 +129,9 @@ class Teacher:
         width = self.targets[0].shape[-1]
         shape = (*ids.shape, width)  # some families flatten windows
         errors = []
-        for y, target in zip(self.outputs, self.targets, strict=True):
-            error = relative_error(y.view(shape), target.view(shape))
+        for output, target in zip(self.outputs, self.targets, strict=True):
+            y_BLD = output.view(shape)
+            target_BLD = target.view(shape)
+            error = relative_error(y_BLD, target_BLD)
             errors.append(error)
         return torch.stack(errors).mean()

@@ -43,5 +43,6 @@ def _hash_of_weights(model: Any) -> str:
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
         total = tensor.detach().float().sum(dtype=torch.double)
-        digest.update(total.cpu().numpy().tobytes())
+        total_bytes = total.cpu().numpy().tobytes()
+        digest.update(total_bytes)
     return digest.hexdigest()

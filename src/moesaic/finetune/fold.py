@@ -39,8 +39,8 @@ def mean_gates(model: Any, windows_NL: Tensor) -> list[Tensor]:
         ].flatten()  # from (T, K), or (P,) where thresholds choose P pairs
         gate = output[-1].flatten()
         sums[layer].scatter_add_(0, expert, gate.float())
-        count_GR, _ = chosen(router, args, output)
-        counts[layer] += count_GR[0]
+        count_1R, _ = chosen(router, args, output)
+        counts[layer] += count_1R[0]
 
     with hooked(routers, add):
         run(model, windows_NL)

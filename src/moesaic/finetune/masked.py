@@ -35,7 +35,8 @@ def straight_through(
     if router.choice_width is not None:
         soft_TR = (value_TR / router.choice_width).sigmoid()
     else:
-        soft_TR = soft_choice(value_TR, _thresholds(router, value_TR))
+        threshold = _thresholds(router, value_TR)
+        soft_TR = soft_choice(value_TR, threshold)
     straight_TR: Tensor = soft_TR - soft_TR.detach()
     return gate_TR + straight_TR
 
@@ -45,18 +46,20 @@ def _thresholds(router: Any, value_TR: Tensor) -> Tensor | float:
     """What values are compared with: 0, or half-way between the K-th and the next."""
     if router.chooser == "threshold":
         return 0.0
-    best = value_TR.topk(router.num_active + 1, dim=-1).values
-    return best[:, -2:].mean(dim=-1, keepdim=True)
+    count = router.num_active + 1
+    best = value_TR.topk(count, dim=-1).values
+    last_two = best[:, -2:]
+    return last_two.mean(dim=-1, keepdim=True)
 
 
 @contextmanager
 def masked(model: Any) -> Iterator[None]:
     """All experts are computed for a while, where that is worth it."""
-    paying = [block for block in blocks_of(model) if block.mask_pays()]
-    for block in paying:
+    blocks = [block for block in blocks_of(model) if block.mask_pays()]
+    for block in blocks:
         block.view = straight_through
     try:
         yield
     finally:
-        for block in paying:
+        for block in blocks:
             block.view = None

@@ -1,4 +1,4 @@
-"""The card of a fine-tuned model or adapter: what it was tuned on, and what it regained."""
+"""The card of a fine-tuned model or adapter: its training, and what it regained."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ def finetune_card(
     """README.md of a fine-tuned model or adapter."""
     library = "transformers" if report.merged else "peft"
     kind = "mixture of experts"
-    what = f"A {kind}" if report.merged else f"A PEFT adapter for a {kind}"
+    what = f"A {kind}"
+    if not report.merged:
+        what = f"A PEFT adapter for a {kind}"
     title = f"{Path(report.model).name}, fine-tuned"
     summary = f"{what} made by moesaic, recovered by light fine-tuning."
     front = front_matter(licence, library=library)
     rows = _setting_rows(report) + _perplexity_rows(report)
-    return build_card(front, title, summary, rows, _sections(report, command))
+    sections = _sections(report, command)
+    return build_card(front, title, summary, rows, sections)
 
 
 def _setting_rows(report: FinetuneReport) -> list[Row]:
@@ -32,7 +35,7 @@ def _setting_rows(report: FinetuneReport) -> list[Row]:
     imitates = imitated or "nothing: next-token loss alone"
     if report.teacher_tuned:
         imitates += ", tuned on the same windows first"
-    rates = [f"{what} {rate:.3g}" for what, rate in report.rates.items()]
+    rates = [f"{kind} {rate:.3g}" for kind, rate in report.rates.items()]
     return [
         ("Converted model", model),
         ("Text", text),
@@ -52,8 +55,10 @@ def _perplexity_rows(report: FinetuneReport) -> list[Row]:
             ("Dense model, tuned likewise", _shown(report.teacher_perplexity))
         )
     if report.folded_perplexity is not None:
-        kept = "written" if report.folded else "not written: it loses too much"
-        folded = f"{report.folded_perplexity:.4f} ({kept})"
+        outcome = "written"
+        if not report.folded:
+            outcome = "not written: it loses too much"
+        folded = f"{report.folded_perplexity:.4f} ({outcome})"
         rows.append(("With gates folded", folded))
     if report.heldout:
         measured_on = f"{report.heldout}, {report.heldout_tokens} tokens"
@@ -71,16 +76,28 @@ def _sections(report: FinetuneReport, command: str | None) -> list[str]:
     sections = []
     if command:
         sections += ["Command:", code(command)]
-    use = f"import moesaic\nfrom transformers import AutoModelForCausalLM\n{_load(report)}"
-    sections += ["Use, with moesaic installed:", code(use)]
-    loads = (
-        "Loads of the experts before and after are in `moesaic_finetune.json` and `loads.png`.\n"
-        if report.loads_after
-        else ""
+    sections += ["Use, with moesaic installed:", code(_use(report))]
+    files = (
+        "The losses are in `learning_curve.csv`, the settings in "
+        "`moesaic_finetune.json`."
     )
-    losses = "The losses are in `learning_curve.csv`, the settings in `moesaic_finetune.json`."
-    sections.append(loads + losses)
+    if report.loads_after:
+        loads = (
+            "Loads of the experts before and after are in `moesaic_finetune.json` and "
+            "`loads.png`."
+        )
+        files = f"{loads}\n{files}"
+    sections.append(files)
     return sections
+
+
+def _use(report: FinetuneReport) -> str:
+    lines = [
+        "import moesaic",
+        "from transformers import AutoModelForCausalLM",
+        _load(report),
+    ]
+    return "\n".join(lines)
 
 
 def _load(report: FinetuneReport) -> str:

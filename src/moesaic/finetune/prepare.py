@@ -78,9 +78,8 @@ def prepare(options: FinetuneOptions) -> TrainingInput:
     ids, validation = hold_out(all_ids, source, tokenizer, length)
     _check_tokens(options.samples, length)
     windows_NL = draw_windows(ids, options.samples, length, options.seed)
-    window_length(
-        [config], windows_NL.shape[1]
-    )  # windows given may be too long
+    # Windows that were given may be too long.
+    window_length([config], windows_NL.shape[1])
     batch_size = _batch_size(options, len(windows_NL))
     windows_NL = whole_steps(windows_NL, batch_size)
     hidden_size = config.get_text_config().hidden_size

@@ -41,8 +41,10 @@ class FinetuneReport:
     seconds: float = 0.0
 
     def set_loads(self, before: Loads | None, after: Loads | None) -> None:
-        self.loads_before = [] if before is None else before.to_dict()
-        self.loads_after = [] if after is None else after.to_dict()
+        if before is not None:
+            self.loads_before = before.to_dict()
+        if after is not None:
+            self.loads_after = after.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,8 +52,10 @@ class FinetuneReport:
     @property
     def public_names(self) -> tuple[str, str | None]:
         """Of the model and the one it imitates, without private paths."""
-        teacher = None if self.distill is None else _public_name(self.distill)
-        return _public_name(self.model), teacher
+        model = _public_name(self.model)
+        if self.distill is None:
+            return model, None
+        return model, _public_name(self.distill)
 
     def recipe(self) -> dict[str, Any]:
         """What the configuration of the model keeps."""
@@ -68,6 +72,7 @@ class FinetuneReport:
 def new_report(inputs: TrainingInput, student: Any) -> FinetuneReport:
     """What is known before training."""
     options = inputs.options
+    validation = inputs.validation
     return FinetuneReport(
         model=options.model,
         data=inputs.source,
@@ -76,7 +81,7 @@ def new_report(inputs: TrainingInput, student: Any) -> FinetuneReport:
         settings=inputs.settings.to_dict(),
         rates=_rates(student, inputs.settings),
         merged=options.merge,
-        heldout=None if inputs.validation is None else inputs.validation.name,
+        heldout=None if validation is None else validation.name,
     )
 
 

@@ -289,8 +289,8 @@ def load_again_if_sharded(trained: Trained, inputs: TrainingInput) -> None:
     if trained.sharded is None:
         return
     options = inputs.options
-    whole = load_model(options.model, options.dtype, options.trust_remote_code)
-    gather(trained, whole, inputs.settings)
+    model = load_model(options.model, options.dtype, options.trust_remote_code)
+    gather(trained, model, inputs.settings)
 
 
 def load_windows(inputs: TrainingInput) -> Tensor:

@@ -1,4 +1,4 @@
-"""Writes what a fine-tuning made: the merged model or the adapter, and the files beside.
+"""Writes what a fine-tuning made: the merged model or the adapter, and its reports.
 
 Shape suffixes: R routed experts, N windows, L tokens of one.
 """
@@ -129,15 +129,15 @@ def write_files(
     folder: Path, report: FinetuneReport, trained: Trained, command: str | None
 ) -> None:
     """Writes the learning curve, the loads, the report and the model card."""
-    curve = folder / "learning_curve.csv"
-    curve.write_text(curve_csv(trained.history), "utf-8")
-    picture = folder / "learning_curve.png"
-    picture.write_bytes(curve_png(trained.history))
+    curve = curve_csv(trained.history)
+    (folder / "learning_curve.csv").write_text(curve, "utf-8")
+    picture = curve_png(trained.history)
+    (folder / "learning_curve.png").write_bytes(picture)
     before = trained.loads_before
     after = trained.loads_after
     if before is not None and after is not None:
-        picture = folder / "loads.png"
-        picture.write_bytes(loads_png(before, after))
+        picture = loads_png(before, after)
+        (folder / "loads.png").write_bytes(picture)
     values = report.to_dict()
     text = json.dumps(values, indent=2)
     (folder / "moesaic_finetune.json").write_text(text + "\n", "utf-8")

@@ -207,7 +207,10 @@ def last_checkpoint(folder: Path) -> Path | None:
             steps[int(number)] = path
         else:
             shutil.rmtree(path, ignore_errors=True)
-    return steps[max(steps)] if steps else None
+    if not steps:
+        return None
+    newest = max(steps)
+    return steps[newest]
 
 
 class RecoveryTrainer(Trainer):
@@ -262,11 +265,11 @@ class RecoveryTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         ids = inputs["input_ids"]
-        with ExitStack() as watched:
+        with ExitStack() as recording:
             if self.balancer is not None:
-                watched.enter_context(self.balancer.forward())
+                recording.enter_context(self.balancer.forward())
             if self.teacher is not None:
-                watched.enter_context(self.teacher.forward())
+                recording.enter_context(self.teacher.forward())
             outputs = model(
                 input_ids=ids, labels=inputs["labels"], use_cache=False
             )
@@ -302,13 +305,13 @@ class RecoveryTrainer(Trainer):
     def _not_finite(self) -> UnfinishedError:
         folder = Path(str(self.args.output_dir))
         checkpoint = last_checkpoint(folder)
-        kept = f"the last good checkpoint is {checkpoint}"
+        left = f"the last good checkpoint is {checkpoint}"
         if checkpoint is None:
-            kept = "no checkpoint was due before it"
+            left = "no checkpoint was due before it"
         step = self.state.global_step + 1
         return UnfinishedError(
             f"the loss or its gradient is not finite at step {step} of "
-            f"{self.state.max_steps}; {kept}; take a lower --lora-lr or --scale-lr and "
+            f"{self.state.max_steps}; {left}; take a lower --lora-lr or --scale-lr and "
             "another --output, or start again with --overwrite"
         )
 
@@ -316,9 +319,8 @@ class RecoveryTrainer(Trainer):
         self, resume_from_checkpoint: str, model: Any = None
     ) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        freeze(
-            self.model, self.settings.freeze_router
-        )  # PEFT thaws what it loads
+        # PEFT thaws what it loads.
+        freeze(self.model, self.settings.freeze_router)
 
     def log(
         self, logs: dict[str, float], start_time: float | None = None

@@ -314,8 +314,8 @@ class FFNMethod(Method):
 class LinearMethod(Method):
     """A method that replaces linear layers one by one, in FFNs and attention alike.
 
-    A subclass defines `convert_linear`; `chosen_paths` where it leaves some as they are,
-    and `replacement`, the class of modeling/linears_moesaic.py that it returns.
+    A subclass defines `convert_linear`; `chosen_paths` where it leaves some as they
+    are, and `replacement`, the class of modeling/linears_moesaic.py that it returns.
     """
 
     replacement: ClassVar[str] = "thresholded"

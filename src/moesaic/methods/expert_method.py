@@ -241,8 +241,8 @@ def spread_out(fit: LayerFit) -> LayerFit:
     partition = fit.partition
     fit.made.partition = partition
     neurons_N = partition.neurons_N
-    are_distinct = len(np.unique(neurons_N)) == len(neurons_N)
-    if are_distinct:
+    distinct = np.unique(neurons_N)
+    if len(distinct) == len(neurons_N):
         return fit
     index_N = torch.from_numpy(neurons_N).to(fit.device)
     fit.ffn = fit.ffn.subset(index_N)
@@ -298,13 +298,13 @@ def fit_repair(
     repair = _fit_outputs(fit, kept, method, intercept)
     repaired = repair.apply(fit.ffn, kept)
     if up_steps and fit.ffn.gated:
-        better = with_up_rows(fit.inputs, fit.dense, repaired, kept, up_steps)
-        (again,) = choose_repairs(
-            fit.inputs, better, [kept], method, intercept, target=fit.dense
+        refitted = with_up_rows(fit.inputs, fit.dense, repaired, kept, up_steps)
+        (second_repair,) = choose_repairs(
+            fit.inputs, refitted, [kept], method, intercept, target=fit.dense
         )
-        if again.error_after < repair.error_after:
-            repaired = again.apply(better, kept)
-            repair = again.after_up_rows(repair)
+        if second_repair.error_after < repair.error_after:
+            repaired = second_repair.apply(refitted, kept)
+            repair = second_repair.after_up_rows(repair)
         else:
             made.notes.append(
                 "rows of W_up kept: refitted, they lose more on held-out tokens"

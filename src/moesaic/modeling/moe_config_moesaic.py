@@ -450,6 +450,9 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of MoEConfig from plain values. Raises KeyError for one that lacks."""
     names = {field.name for field in fields(MoEConfig)}
     typed = {key: value for key, value in values.items() if key in names}
+    for text in (values["layout"], values["method"]["name"]):
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is no text")
     block = dict(values["block"])
     if block["router"] is not None:
         block["router"] = RouterConfig(**block["router"])

@@ -22,11 +22,12 @@ PART = ".part"  # ends the name of a file that is being written
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Writes the whole file, or leaves the old one. Raises OSError."""
+    data = _to_bytes(content)
     if _is_stream(path):
-        path.write_bytes(_to_bytes(content))
+        path.write_bytes(data)
         return
     with new_file(path) as part:
-        part.write_bytes(_to_bytes(content))
+        part.write_bytes(data)
 
 
 @contextmanager
@@ -50,10 +51,10 @@ def new_path(output: Path) -> Iterator[Path]:
     run leaves NAME.partial-XXXX, which nothing takes for a model. Raises MoesaicError.
     """
     parents = output.absolute().parents
-    made = [parent for parent in parents if not parent.exists()]
-    work = _make_work_folder(output)
+    missing = [parent for parent in parents if not parent.exists()]
+    folder = _make_work_folder(output)
     try:
-        part = work / output.name
+        part = folder / output.name
         yield part
         _give_new_name(part, output)
     except (OSError, SafetensorError) as error:
@@ -61,9 +62,9 @@ def new_path(output: Path) -> Iterator[Path]:
             f"cannot write {output}: {error}; nothing is left of it"
         ) from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if not output.exists():
-            _remove_empty(made)
+            _remove_empty(missing)
 
 
 def check_new(output: Path, suffix: str) -> None:
@@ -147,8 +148,7 @@ def _make_work_folder(output: Path) -> Path:
 
 
 def _give_new_name(part: Path, output: Path) -> None:
-    files = [part] if part.is_file() else part.rglob("*")
-    for path in files:
+    for path in (part, *part.rglob("*")):
         if path.is_file():
             set_usual_permissions(path)
     sync_all(part)

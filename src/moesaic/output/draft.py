@@ -69,13 +69,16 @@ def check_output(output: Path, overwrite: bool, resume: bool) -> None:
 
 def check_space(output: Path, needed: int) -> None:
     """Raises MoesaicError where the model needs more room than the disk and a draft have."""
-    written = draft_folder(output).glob(f"{_MODEL}/*")
-    missing = needed - sum(path.stat().st_size for path in written)
-    free = shutil.disk_usage(nearest_parent(output)).free
-    if free < missing:
+    model_files = draft_folder(output).glob(f"{_MODEL}/*")
+    written = sum(path.stat().st_size for path in model_files)
+    missing = needed - written
+    disk = shutil.disk_usage(nearest_parent(output))
+    if disk.free < missing:
+        missing_mb = missing / 1e6
+        free_mb = disk.free / 1e6
         raise MoesaicError(
-            f"output {output}: the model takes {missing / 1e6:,.1f} MB more, the disk has "
-            f"{free / 1e6:,.1f} MB free; make room or choose another disk"
+            f"output {output}: the model takes {missing_mb:,.1f} MB more, the disk has "
+            f"{free_mb:,.1f} MB free; make room or choose another disk"
         )
 
 
@@ -85,12 +88,13 @@ def draft_folder(output: Path) -> Path:
 
 def _check_draft(draft: Path, expected: bool) -> None:
     """Raises MoesaicError for a folder of someone else's, or an unexpected one of ours."""
-    ours = (draft / _DRAFT).is_file()
-    if draft.exists() and not ours and not _is_empty(draft):
+    is_draft = (draft / _DRAFT).is_file()
+    if draft.exists() and not is_draft and not _is_empty(draft):
         raise MoesaicError(
             f"{draft} is in the way and not ours; move it or choose another output"
         )
-    if (draft / _MODEL).exists() and not expected:
+    model = draft / _MODEL
+    if model.exists() and not expected:
         raise MoesaicError(
             f"{draft} is left from an unfinished run; pass --resume to go on with it or "
             "--overwrite to start again"
@@ -111,17 +115,21 @@ def _check_replaceable(output: Path, overwrite: bool) -> None:
 
 def _is_empty(folder: Path) -> bool:
     """As a run leaves it that is killed just after it made the folder."""
-    return folder.is_dir() and not any(folder.iterdir())
+    if not folder.is_dir():
+        return False
+    return not any(folder.iterdir())
 
 
 def _made_by_us(folder: Path) -> bool:
     if folder.is_symlink():
         return False
-    adapter = (folder / "adapter_config.json").is_file()
-    if adapter and (folder / "moesaic_finetune.json").is_file():
+    adapter_config = folder / "adapter_config.json"
+    finetune_notes = folder / "moesaic_finetune.json"
+    if adapter_config.is_file() and finetune_notes.is_file():
         return True
+    config_path = folder / "config.json"
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config = json.loads(config_path.read_text("utf-8"))
         return bool(config["model_type"] == "moesaic")
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -173,11 +181,13 @@ def _is_of_torch_save(error: RuntimeError) -> bool:
 
 
 def _is_full_disk(error: Exception, draft: Path) -> bool:
+    if "No space left" in str(error):
+        return True
     if isinstance(error, RuntimeError):  # torch.save does not say why it failed
-        free = shutil.disk_usage(draft.parent).free
-        return free < 2**20 or "No space left" in str(error)
+        disk = shutil.disk_usage(draft.parent)
+        return disk.free < 2**20
     code = getattr(error, "errno", None)
-    return code == errno.ENOSPC or "No space left" in str(error)
+    return code == errno.ENOSPC
 
 
 @contextmanager
@@ -193,9 +203,8 @@ def _locked(draft: Path, output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(
-            missing_ok=True
-        )  # while it is ours, so that nobody else's goes
+        # While it is ours, so that nobody else's goes.
+        path.unlink(missing_ok=True)
         lock.release()
 
 
@@ -219,14 +228,16 @@ def _prepare_draft(
 
 
 def _check_same_run(draft: Path, run: dict[str, Any]) -> None:
+    path = draft / _DRAFT
     try:
-        started = json.loads((draft / _DRAFT).read_text("utf-8"))
+        earlier_run = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UnfinishedError(
             f"{draft} cannot be resumed ({error}); pass --overwrite to start again"
         ) from error
-    for key in sorted(set(run) | set(started)):
-        before = started.get(key)
+    keys = set(run) | set(earlier_run)
+    for key in sorted(keys):
+        before = earlier_run.get(key)
         now = run.get(key)
         if before != now:
             raise UnfinishedError(
@@ -246,15 +257,18 @@ def save_layer(
     `state` has the tensors by their names in the whole model.
     """
     # Not in the metadata of safetensors, which come in an order that varies.
-    write_file(_report_file(draft, layer), json.dumps(report))
+    text = json.dumps(report)
+    write_file(_report_file(draft, layer), text)
     _save(state, _layer_file(draft, layer))
 
 
 def load_layer(draft: Path, layer: int) -> tuple[State, dict[str, Any]] | None:
     """What `save_layer` wrote, or None where it is absent or damaged."""
+    report_path = _report_file(draft, layer)
+    layer_path = _layer_file(draft, layer)
     try:
-        report = json.loads(_report_file(draft, layer).read_text("utf-8"))
-        state = load_file(_layer_file(draft, layer))
+        report = json.loads(report_path.read_text("utf-8"))
+        state = load_file(layer_path)
     except (OSError, ValueError, SafetensorError):
         return None
     return state, report
@@ -269,7 +283,9 @@ def _report_file(draft: Path, layer: int) -> Path:
 
 
 def _save(state: State, path: Path) -> None:
-    tensors = {key: tensor.cpu().contiguous() for key, tensor in state.items()}
+    tensors = {}
+    for key, tensor in state.items():
+        tensors[key] = tensor.cpu().contiguous()
     with new_file(path) as part:
         save_file(tensors, part, {"format": "pt"})
 
@@ -314,9 +330,8 @@ def take_name(draft: Path, output: Path) -> None:
         output.rename(old)
     folder.rename(output)
     sync(output.parent)
-    shutil.rmtree(
-        old, ignore_errors=True
-    )  # before draft.json, which says it is ours
+    # Before draft.json, which says that the draft is ours.
+    shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(draft)
 
 
@@ -353,11 +368,10 @@ def _final_names(located: dict[str, str]) -> dict[str, str]:
     """What transformers would call the files: "layer-" sorts before "others-"."""
     files = sorted(set(located.values()))
     total = len(files)
-    numbered = enumerate(files, start=1)
-    return {
-        file: f"model-{number:05d}-of-{total:05d}.safetensors"
-        for number, file in numbered
-    }
+    names = {}
+    for number, file in enumerate(files, start=1):
+        names[file] = f"model-{number:05d}-of-{total:05d}.safetensors"
+    return names
 
 
 def _write_index(
@@ -375,23 +389,25 @@ def _give_names(draft: Path, names: dict[str, str]) -> None:
     _write_json(draft / _NAMES, names)
     sync(draft)
     for private, final in names.items():
-        (folder / private).rename(folder / final)
+        path = folder / private
+        path.rename(folder / final)
 
 
 def _take_names_back(draft: Path) -> None:
     """Undoes what a killed run has done of `_give_names`, and removes half-written files."""
     folder = draft / _MODEL
-    written = draft / _NAMES
+    names_path = draft / _NAMES
     for part in folder.glob(f"*{PART}"):
         part.unlink()
-    if not written.is_file():
+    if not names_path.is_file():
         return
-    names = json.loads(written.read_text("utf-8"))
+    names = json.loads(names_path.read_text("utf-8"))
     for private, final in names.items():
-        if (folder / final).exists():
-            (folder / final).rename(folder / private)
+        path = folder / final
+        if path.exists():
+            path.rename(folder / private)
     sync(folder)
-    written.unlink()  # last, so that this too can be killed and done again
+    names_path.unlink()  # last, so that this too can be killed and done again
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

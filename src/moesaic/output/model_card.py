@@ -22,12 +22,13 @@ def front_matter(
 
     `base_model` is left out unless it is a hub id: a folder's name means nothing elsewhere.
     """
-    on_hub = base_model is not None and "/" in base_model
+    if base_model is not None and "/" not in base_model:
+        base_model = None
     return ModelCardData(
         library_name=library,
         pipeline_tag="text-generation",
         license=licence,
-        base_model=base_model if on_hub else None,
+        base_model=base_model,
         tags=TAGS,
     )
 
@@ -61,8 +62,9 @@ def licence_of(folder: str | Path) -> str | None:
         front = metadata_load(path)
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    licence = (front or {}).get("license")
-    return None if licence is None else str(licence)
+    if not front or front.get("license") is None:
+        return None
+    return str(front["license"])
 
 
 def _table(rows: Sequence[Row]) -> str:

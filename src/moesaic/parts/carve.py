@@ -130,7 +130,8 @@ def _stacked(index_RM: Tensor, padded: int, *sources: Tensor | None) -> Tensor:
     for expert, members_M in zip(stacked, index_RM, strict=True):
         for place, projection in enumerate(projections):
             start = place * padded
-            expert[start : start + size] = projection[members_M]
+            end = start + size
+            expert[start:end] = projection[members_M]
     return stacked
 
 
@@ -143,4 +144,7 @@ def _output_bias(ffn: DenseFFN) -> Tensor:
 
 def _prefixed(module: str, state: State) -> State:
     """A module's state by the names that its parent has for it."""
-    return {f"{module}.{name}": tensor for name, tensor in state.items()}
+    prefixed = {}
+    for name, tensor in state.items():
+        prefixed[f"{module}.{name}"] = tensor
+    return prefixed

@@ -131,8 +131,9 @@ def reassign(
     num_routed = len(experts_RM)
     neurons_N = np.sort(experts_RM.reshape(-1))
     index_N = torch.from_numpy(neurons_N).to(device)
-    norm2_N = ffn.down_DF.float().square().sum(0)[index_N]
-    energy_SN = statistics.sample_h_SF[:, index_N].square_() * norm2_N
+    norm2_F = ffn.down_DF.float().square().sum(0)
+    energy_SN = statistics.sample_h_SF[:, index_N].square_()
+    energy_SN *= norm2_F[index_N]
     energy_S = energy_SN.sum(1).double()
     total_energy = max(float(energy_S.sum()), 1e-30)
 

@@ -40,7 +40,8 @@ class Ridge:
         for phi_TP in blocks():
             centred_TP = _centred(phi_TP, mean_P)
             gram_PP = gram_PP + centred_TP.T @ centred_TP
-            energy += torch.linalg.vector_norm(phi_TP).double().square()
+            norm = torch.linalg.vector_norm(phi_TP)
+            energy += norm.double().square()
         assert isinstance(gram_PP, Tensor)
 
         gram_PP = gram_PP.double()
@@ -59,7 +60,8 @@ class Ridge:
         for phi_TP in blocks():
             centred_TP = _centred(phi_TP, self.mean_P)
             end = start + len(phi_TP)
-            cross_PR = cross_PR + centred_TP.T @ target_TR[start:end]
+            block_TR = target_TR[start:end]
+            cross_PR = cross_PR + centred_TP.T @ block_TR
             start = end
         assert isinstance(cross_PR, Tensor)
         weight_PR = torch.cholesky_solve(cross_PR.double(), self.factor_PP)

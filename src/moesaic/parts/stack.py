@@ -41,8 +41,8 @@ def whole_state(ffn: DenseFFN, block: BlockConfig, sizes: Sizes) -> State:
     partition = Partition(shared_S, experts_RM)
 
     router = new_router(block, sizes).to(ffn.up_FD.device)
-    tensors = dict(router.named_parameters()) | dict(router.named_buffers())
-    for name, tensor in tensors.items():
+    tensors = [*router.named_parameters(), *router.named_buffers()]
+    for name, tensor in tensors:
         tensor.data.zero_()
         if name not in MoesaicRouter.float32_names:
             tensor.data = tensor.data.to(ffn.up_FD.dtype)
@@ -109,14 +109,16 @@ def _put(
     if name.startswith("experts."):
         rows = len(all_experts) // experts
         start = expert * rows
-        all_experts[start : start + rows] = sources[0]
+        end = start + rows
+        all_experts[start:end] = sources[0]
         return
     height = all_experts.shape[1] // len(sources)
     for place, source in enumerate(sources):
         start = place * height
         end = start + len(source)
         width = source.shape[-1]
-        all_experts[expert, start:end][..., :width] = source
+        place_of_source = all_experts[expert, start:end]
+        place_of_source[..., :width] = source
 
 
 @torch.no_grad()

@@ -101,7 +101,8 @@ def budget_thresholds(
         # Half-way now and then, for counts that are far from a line.
         if probes % 3 == 0:
             above = (fits + exceeds) // 2
-        above = min(max(above, fits + 1), exceeds - 1)
+        above = max(above, fits + 1)
+        above = min(above, exceeds - 1)
         pairs = count(_cut(sorted_TR, above))
         missing = budget - pairs
         if missing >= 0:

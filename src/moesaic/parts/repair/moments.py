@@ -1,6 +1,6 @@
 """What least squares needs to know of all tokens: sums of products, never the tokens.
 
-Shape suffixes: T tokens, D hidden_size, N neurons that are kept.
+Shape suffixes: T tokens, D hidden_size, N neurons that are kept, M some of them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class Moments:
         self.tokens += tokens
         for start in range(0, self.neurons, _ROWS):
             end = start + _ROWS
-            upper = self._upper_NN[start:end, start:]
-            upper.addmm_(h_TN[:, start:end].T, h_TN[:, start:])
+            rows_TM = h_TN[:, start:end]
+            columns_TN = h_TN[:, start:]
+            upper_MN = self._upper_NN[start:end, start:]
+            upper_MN.addmm_(rows_TM.T, columns_TN)
         self.cross_ND.addmm_(h_TN.T, y_TD)
         # A product sums columns faster than a sum does.
         ones_T = h_TN.new_ones(tokens)
