@@ -26,9 +26,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import moesaic
+from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.hidden_states import BLOCK_TOKENS, Stream
 from moesaic.calibration.statistics import SAMPLE_TOKENS
-from moesaic.calibration.text import sample_windows, to_ids
+from moesaic.calibration.text import to_ids
 from moesaic.families import find_ffns
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.parts.assignment import balanced_assignment
@@ -57,10 +58,11 @@ def whole_pass(model: Any, windows_NL: torch.Tensor) -> float:
 def bench_time(
     name: str,
     model: Any,
-    recipe: str,
+    method: str,
     layout: str,
     windows_NL: torch.Tensor,
     rounds: int,
+    **settings: Any,
 ) -> None:
     layers, whole, steps = [], [], []
     for number in range(rounds + 1):
@@ -69,7 +71,9 @@ def bench_time(
             dense_pass(model, windows_NL),
             whole_pass(model, windows_NL),
         )
-        _, report = moesaic.convert(victim, recipe, layout, windows_NL)
+        _, report = moesaic.convert(
+            victim, method, layout, windows_NL, settings=settings
+        )
         if number:  # the first round warms up
             layers.append(sum(report.step_seconds.values()) / dense)
             whole.append(sum(report.step_seconds.values()) / with_head)
@@ -78,7 +82,7 @@ def bench_time(
         "step",
         "passes of the layers",
         "of the whole model",
-        title=f"{recipe} {layout}, {name}, {windows_NL.numel()} tokens",
+        title=f"{method} {settings or ''} {layout}, {name}, {windows_NL.numel()} tokens",
     )
     for step in steps[0]:
         table.add_row(
@@ -110,7 +114,7 @@ class PeakMemory:
         self.thread.join()
 
 
-def bench_memory(layers: int, recipe: str, samples: int, length: int) -> None:
+def bench_memory(layers: int, method: str, samples: int, length: int) -> None:
     """Peak above the dense weights, for a deep and for a shallow model of the same layers."""
     windows_NL = torch.randint(0, 1000, (samples, length))
     dense_pass(llama_layers(1), windows_NL)  # what torch itself takes, once
@@ -129,7 +133,7 @@ def bench_memory(layers: int, recipe: str, samples: int, length: int) -> None:
     block = BLOCK_TOKENS * (4 * neurons + (8 + 5 * 3) * hidden) * 4
     # Sample of hidden states and its contributions; Gram matrices of the routed and of the static
     # neurons (cmoe: the static reference alone), and copies in float64 while one is factorised.
-    fits = recipe != "cmoe"
+    fits = method != "cmoe"
     sample = (
         2
         * min(windows_NL.numel(), SAMPLE_TOKENS)
@@ -140,8 +144,8 @@ def bench_memory(layers: int, recipe: str, samples: int, length: int) -> None:
     grammed = neurons if fits else neurons * 3 // 4
     grams = ((1 + fits) * 4 + 3 * 8) * grammed**2
     with PeakMemory() as memory:
-        moesaic.convert(model, recipe, "S3A3E8", windows_NL)
-    title = f"{recipe}, memory, {layers} layers of {hidden}/{neurons}, fp32"
+        moesaic.convert(model, method, "S3A3E8", windows_NL)
+    title = f"{method}, memory, {layers} layers of {hidden}/{neurons}, fp32"
     table = Table("MB", "", title=title)
     weights = sum(p.nbytes for p in model.parameters())
     for name, value in (
@@ -205,13 +209,21 @@ def main() -> None:
     )
     ids = to_ids("demo", load_tokenizer("demo"))
     demo = load_model("demo", "float32")
-    few, many = sample_windows(ids, 8, 512, 0), sample_windows(ids, 64, 512, 0)
+    few, many = (
+        CalibrationSet.sample(ids, n, 512, 0).windows_NL for n in (8, 64)
+    )
     bench_time("demo model", demo, "cmoe", "S3A3E8", few, rounds=9)
     bench_time("demo model", demo, "cmoe", "S3A3E8", many, rounds=5)
     for layout in ("S3A3E8", "S1A11E16", "S1A23E32"):
         bench_time("demo model", demo, "moesaic", layout, many, rounds=3)
-    for recipe in ("moesaic-dynamic", "moesaic-up"):
-        bench_time("demo model", demo, recipe, "S1A23E32", many, rounds=3)
+    for method, settings in (
+        ("moesaic-dynamic", {"layer_budgets": "uniform"}),
+        ("moesaic-dynamic", {}),
+        ("moesaic", {"up_steps": 4}),
+    ):
+        bench_time(
+            "demo model", demo, method, "S1A23E32", many, rounds=3, **settings
+        )
     wide, windows_NL = llama_layers(1), torch.randint(0, 1000, (8, 2048))
     bench_time(
         "layer of 2048/5632", wide, "cmoe", "S3A3E8", windows_NL, rounds=3
@@ -219,7 +231,7 @@ def main() -> None:
     bench_time(
         "layer of 2048/5632", wide, "moesaic", "S1A11E16", windows_NL, rounds=2
     )
-    for layers, recipe in (
+    for layers, method in (
         (2, "cmoe"),
         (8, "cmoe"),
         (2, "moesaic"),
@@ -227,7 +239,7 @@ def main() -> None:
     ):
         # In a process of its own: freed memory is not always given back.
         fresh = multiprocessing.get_context("spawn").Process(
-            target=bench_memory, args=(layers, recipe, 4, 2048)
+            target=bench_memory, args=(layers, method, 4, 2048)
         )
         fresh.start()
         fresh.join()

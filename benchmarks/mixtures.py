@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/mixtures.py
 
 Per layer: E experts of m neurons, k of them for a token, against a dense FFN of E m neurons, by the
-same recipe and layout: on the same tokens, and with as many for each expert (E / k times). CPU time
+same method and layout: on the same tokens, and with as many for each expert (E / k times). CPU time
 of the conversion's own steps (attention and the check of inputs left out), measured in turn; random
 weights, random tokens. Writes Markdown.
 
@@ -20,10 +20,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.hidden_states import Stream
-from moesaic.conversion.layers import convert_layers
+from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import make_plan
+from moesaic.conversion.run import Run
 from moesaic.families import find_ffns
+from moesaic.methods.load import load_method
 
 TOKENS, LENGTH, ROUNDS = 16_384, 512, 2
 SHAPES = [  # hidden size, experts, experts of a token, neurons of an expert
@@ -72,12 +75,11 @@ def models(
     return found[0], found[1]
 
 
-def seconds(
-    model: Any, recipe: str, layout: str, ids_NL: torch.Tensor
-) -> float:
+def seconds(model: Any, name: str, layout: str, ids_NL: torch.Tensor) -> float:
     """CPU time of fitting one layer; the model is put back."""
     ffns = find_ffns(model)
-    plan = make_plan(model.config, "random", recipe, layout)
+    method = load_method(name)
+    plan = make_plan(model.config, "random", method, make_budget(layout))
     stream = Stream(ffns, ids_NL, torch.device("cpu"))
     steps: dict[str, float] = {}
     wall = time.perf_counter
@@ -86,7 +88,9 @@ def seconds(
     )  # the steps' own clock: others use the machine too
     try:
         with ffns.restored():
-            convert_layers(stream, plan, 0, steps)
+            Run(
+                stream, plan, CalibrationSet(ids_NL), 0, steps, trial=True
+            ).replace_ffns(method)
     finally:
         time.perf_counter = wall
     return sum(value for step, value in steps.items() if step in STEPS)
@@ -95,7 +99,7 @@ def seconds(
 def main() -> None:
     """Mixture over dense on the same tokens, and on E / k times as many for the mixture."""
     print(
-        "| hidden | experts | of a token | neurons | recipe | same tokens | same per expert |"
+        "| hidden | experts | of a token | neurons | method | same tokens | same per expert |"
     )
     print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:
@@ -105,24 +109,24 @@ def main() -> None:
         ids_NL = torch.randint(
             512, (rows * more, LENGTH), generator=torch.manual_seed(1)
         )
-        for recipe in ("cmoe", "moesaic"):
+        for method in ("cmoe", "moesaic"):
             ratios: list[list[float]] = [[], []]
             for _ in range(ROUNDS):
-                base = seconds(dense, recipe, LAYOUT, ids_NL[:rows])
+                base = seconds(dense, method, LAYOUT, ids_NL[:rows])
                 for found, tokens in zip(
                     ratios, (ids_NL[:rows], ids_NL), strict=True
                 ):
                     found.append(
-                        seconds(mixture, recipe, LAYOUT, tokens) / base
+                        seconds(mixture, method, LAYOUT, tokens) / base
                     )
                 print(
-                    f"{shape} {recipe} {base:.2f} s, {ratios}", file=sys.stderr
+                    f"{shape} {method} {base:.2f} s, {ratios}", file=sys.stderr
                 )
             cells = [
                 f"{statistics.median(r):.2f} ({min(r):.2f}..{max(r):.2f})"
                 for r in ratios
             ]
-            row = [*map(str, shape), f"`{recipe}` {LAYOUT}", *cells]
+            row = [*map(str, shape), f"`{method}` {LAYOUT}", *cells]
             print(f"| {' | '.join(row)} |", flush=True)
 
 

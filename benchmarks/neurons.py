@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,16 +46,21 @@ def main() -> None:
         vocab_size=64, hidden_size=arguments.hidden, intermediate_size=arguments.neurons,
         num_hidden_layers=1, num_attention_heads=16, max_position_embeddings=512,
     )  # fmt: skip
-    recipe = replace(
-        moesaic.RECIPES["moesaic-neurons"], layer_budgets=False, repair="none", up_steps=0,
-        intercept=False,
-    )  # fmt: skip
+    settings = {
+        "layer_budgets": "uniform", "repair_by": "none", "up_steps": 0, "intercept": False,
+    }  # fmt: skip
     print("| skipped | tokens | MACs | pairs | masked |\n|---|---|---|---|---|")
     for sparsity in (0.25, 0.5, 0.75):
         model: Any = LlamaForCausalLM(config).eval()
         dense = model.model.layers[0].mlp
         windows = torch.randint(64, (8, 256))
-        moesaic.convert(model, recipe, sparsity=sparsity, calibration=windows)
+        moesaic.convert(
+            model,
+            "moesaic-neurons",
+            sparsity=sparsity,
+            calibration=windows,
+            settings=settings,
+        )
         block = next(
             m for m in model.modules() if isinstance(m, MoesaicNeurons)
         )
@@ -69,8 +73,9 @@ def main() -> None:
         runs = (block.router(inputs_TD, gate_TF) > 0).float().mean().item()
         assert abs(runs - (1 - sparsity)) < 0.01, runs
         moe, hidden = model.config.moesaic, arguments.hidden
-        sketch = moe["router"]["features"] * (hidden + arguments.neurons)
-        work = hidden * (moe["num_routed"] + 2 * moe["num_active"]) + sketch
+        sketch = moe.router.directions * (hidden + arguments.neurons)
+        sizes = moe.sizes[0]
+        work = hidden * (sizes.num_routed + 2 * sizes.num_active) + sketch
         for count in (1, 2, 4, 8):
             x_TD = inputs_TD[:count]
             found: dict[str, list[float]] = {

@@ -1,8 +1,8 @@
-"""Recovery by light fine-tuning, at equal tokens: what each loss, sample and recipe is worth.
+"""Recovery by light fine-tuning, at equal tokens: what each loss, sample and method is worth.
 
     python benchmarks/recovery.py WHAT [--model demo] [--data demo] [--samples 512] [--seeds 3]
 
-WHAT is table (recipes, training-free, plain and distilled), mixes (losses of a distilled run),
+WHAT is table (methods, training-free, plain and distilled), mixes (losses of a distilled run),
 rates (learning rates) or samples (data efficiency). Converts and trains in memory and writes
 Markdown to standard output, one row per run as it ends. Every run of a seed sees the same
 calibration windows, training windows and evaluation text; none of the last is trained on. The
@@ -27,7 +27,8 @@ from matplotlib.figure import Figure
 from transformers.utils import logging
 
 import moesaic
-from moesaic.calibration.text import sample_windows, to_ids
+from moesaic.calibration.calibration_set import CalibrationSet
+from moesaic.calibration.text import to_ids
 from moesaic.conversion.prepare import hold_out
 from moesaic.evaluate import perplexity
 from moesaic.families.load import load_model, load_tokenizer
@@ -79,18 +80,18 @@ class Bench:
             model, self.heldout, self.length, self.arguments.max_tokens
         )[0]
 
-    def converted(self, recipe: str, sparsity: float, seed: int) -> Any:
+    def converted(self, method: str, sparsity: float, seed: int) -> Any:
         """By NAME or NAME:GRAIN; a copy of the last one where it is asked for again."""
-        if self.kept[0] != (recipe, sparsity, seed):
-            calibration = sample_windows(
+        if self.kept[0] != (method, sparsity, seed):
+            calibration = CalibrationSet.sample(
                 self.ids, 32_768 // self.length, self.length, seed
-            )
-            name, _, grain = recipe.partition(":")
+            ).windows_NL
+            name, _, grain = method.partition(":")
             model, _ = moesaic.convert(
                 load_model(self.arguments.model, "float32"), name, sparsity=sparsity,
                 grain=grain or "medium", calibration=calibration, seed=seed,
             )  # fmt: skip
-            self.kept = (recipe, sparsity, seed), model
+            self.kept = (method, sparsity, seed), model
         return copy.deepcopy(self.kept[1])
 
     def settings(self, seed: int, **changes: Any) -> Settings:
@@ -172,7 +173,7 @@ def table(bench: Bench) -> list[dict[str, Any]]:
     if arguments.paper:
         losses = {"paper's rate": (PLAIN, PAPER_RATE, False)} | losses
     for seed in range(arguments.seeds):
-        row = {"recipe": "dense", "sparsity": 0, "seed": seed, "free": base}
+        row = {"method": "dense", "sparsity": 0, "seed": seed, "free": base}
         for name, (mix, rate, _) in losses.items():
             if mix == PLAIN:  # the reference of the others as well
                 row[name] = bench.perplexity(
@@ -181,11 +182,11 @@ def table(bench: Bench) -> list[dict[str, Any]]:
         say(row)
         rows.append(row)
         for sparsity in arguments.sparsity:
-            for recipe in arguments.recipes.split(","):
-                row = {"recipe": recipe, "sparsity": sparsity, "seed": seed}
+            for method in arguments.methods.split(","):
+                row = {"method": method, "sparsity": sparsity, "seed": seed}
                 for name, (mix, rate, tuned) in losses.items():
-                    model = bench.converted(recipe, sparsity, seed)
-                    row["layout"] = model.config.moesaic["layout"]
+                    model = bench.converted(method, sparsity, seed)
+                    row["layout"] = model.config.moesaic.layout
                     row.setdefault("free", bench.perplexity(model))
                     settings = bench.settings(seed, lora_lr=rate, mix=mix)
                     row[name], found = bench.trained(model, settings, tuned)
@@ -204,15 +205,15 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """
     names = ["free", "paper's rate", "plain", "distilled", "tuned teacher"]
     names = [name for name in names if any(name in row for row in rows)]
-    keys = dict.fromkeys((row["sparsity"], row["recipe"]) for row in rows)
-    dense = {row["seed"]: row for row in rows if row["recipe"] == "dense"}
-    print("| skipped | recipe | layout | " + " | ".join(names) + " | minutes |")
+    keys = dict.fromkeys((row["sparsity"], row["method"]) for row in rows)
+    dense = {row["seed"]: row for row in rows if row["method"] == "dense"}
+    print("| skipped | method | layout | " + " | ".join(names) + " | minutes |")
     print("|---" * (4 + len(names)) + "|")
-    for sparsity, recipe in keys:
+    for sparsity, method in keys:
         here = [
             r
             for r in rows
-            if (r["sparsity"], r["recipe"]) == (sparsity, recipe)
+            if (r["sparsity"], r["method"]) == (sparsity, method)
         ]
         cells, minutes = [], []
         for name in names:
@@ -226,7 +227,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
                 if name in row
             ]
             brackets = (
-                f" ({spread(over)})" if over and recipe != "dense" else ""
+                f" ({spread(over)})" if over and method != "dense" else ""
             )
             cells.append(
                 f"{statistics.mean(values):.3f}{brackets}" if values else ""
@@ -240,7 +241,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         layouts = " ".join(dict.fromkeys(row.get("layout", "") for row in here))
         cells = [
             f"{sparsity:.0%}",
-            recipe,
+            method,
             layouts,
             *cells,
             " / ".join(minutes),
@@ -249,9 +250,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def variants(bench: Bench, what: str) -> list[dict[str, Any]]:
-    """Mixes, rates or samples: one recipe and sparsity, one row each."""
+    """Mixes, rates or samples: one method and sparsity, one row each."""
     arguments, rows = bench.arguments, []
-    recipe, sparsity = arguments.recipes.split(",")[0], arguments.sparsity[0]
+    method, sparsity = arguments.methods.split(",")[0], arguments.sparsity[0]
     for seed in range(arguments.seeds):
         if what == "mixes":
             cases = {
@@ -281,7 +282,7 @@ def variants(bench: Bench, what: str) -> list[dict[str, Any]]:
                 if count <= arguments.samples
             }
         for name, changes in cases.items():
-            model = bench.converted(recipe, sparsity, seed)
+            model = bench.converted(method, sparsity, seed)
             found: dict[str, Any] = {}
             if changes.get("samples") == 0:
                 value, dense = (
@@ -297,7 +298,7 @@ def variants(bench: Bench, what: str) -> list[dict[str, Any]]:
                     else None
                 )
             over = {"over dense": value / dense} if dense else {}
-            row = {"case": name, "recipe": recipe, "sparsity": sparsity, "seed": seed,
+            row = {"case": name, "method": method, "sparsity": sparsity, "seed": seed,
                    "perplexity": value, **over, **found}  # fmt: skip
             say(row)
             rows.append(row)
@@ -357,8 +358,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--balance-rate", type=float, default=1e-3)
     parser.add_argument(
-        "--recipes",
-        default="moesaic-budgets:fine,moesaic,cmoe,static",
+        "--methods",
+        default="moesaic-dynamic:fine,moesaic,cmoe,static",
         help="NAME[:GRAIN]",
     )
     parser.add_argument(
@@ -382,7 +383,7 @@ def main() -> None:
         if arguments.plot:
             skipped = f"{arguments.sparsity[0]:.0%} skipped"
             title = (
-                f"{Path(arguments.model).name}, {arguments.recipes}, {skipped}"
+                f"{Path(arguments.model).name}, {arguments.methods}, {skipped}"
             )
             plot_samples(rows, arguments.plot, title)
 

@@ -29,14 +29,15 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from moesaic.calibration.calibration_set import Split
+from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
-from moesaic.calibration.statistics import profile_ffn
 from moesaic.demo import demo_documents, demo_path
 from moesaic.families import find_ffns
+from moesaic.methods.load import load_method
 from moesaic.modeling import Sizes
-from moesaic.methods.recipe import RECIPES
-from moesaic.parts.partition import partition
-from moesaic.parts.routers import expert_energies, expert_grams, linear
+from moesaic.parts.energies import expert_energies, expert_grams
+from moesaic.parts.ridge_router import fit_linear_router
 
 EXPERTS, ACTIVE, COMMON, OWN = 8, 2, 64, 88
 GATE_SPREAD = (
@@ -66,17 +67,21 @@ def upcycle(dense: Any, ids_NL: torch.Tensor) -> MixtralForCausalLM:
     sizes = Sizes(
         shared=COMMON, expert=OWN, num_routed=EXPERTS, num_active=ACTIVE
     )
+    method: Any = load_method("moesaic")
     for layer in range(len(ffns.layers)):
         ffn = ffns.read(layer)
         x_TD = torch.cat(list(stream.ffn_inputs(layer)))
-        profile = profile_ffn([x_TD], ffn, sample_of=len(x_TD))
-        generator = np.random.default_rng(layer)
-        parts = partition(profile, ffn, RECIPES["moesaic"], sizes, generator)
+        split = Split(len(x_TD), len(x_TD))
+        inputs = FFNInputs([x_TD], split, False, x_TD.device, x_TD.device)
+        fit = method.begin(ffn, inputs, sizes, np.random.default_rng(layer))
+        parts = method.partition(fit)
         experts_RM = torch.from_numpy(parts.experts_RM)
         energy_TR = expert_energies(
             ffn.hidden(x_TD), experts_RM, expert_grams(ffn, experts_RM)
         )
-        router_RD = linear(lambda x_TD=x_TD: [x_TD], energy_TR, absolute=False)
+        router_RD = fit_linear_router(
+            lambda x_TD=x_TD: [x_TD], energy_TR, absolute=False
+        )
         router_RD *= GATE_SPREAD / (x_TD @ router_RD.T).std(dim=1).mean()
         mlp: Any = model.model.layers[layer].mlp
         mlp.gate.weight.data.copy_(router_RD)

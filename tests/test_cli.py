@@ -257,9 +257,7 @@ def test_method_and_set_reach_the_conversion(run: Run, monkeypatch: pytest.Monke
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "distill"), [([], "auto"), (["--distill", "none"], "none")]
-)
+@pytest.mark.parametrize(("options", "distill"), [([], "auto"), (["--distill", "none"], "none")])
 def test_fine_tuning_imitates_the_dense_model_unless_told_not_to(
     run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str], distill: str
 ) -> None:
@@ -332,9 +330,7 @@ try:
 except SystemExit:
     print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded: []"
 
 

@@ -110,7 +110,7 @@ class CalibrationSet:
         return self.windows_NL[-count:]
 
     def fewer(self, samples: int) -> CalibrationSet:
-        """At most so many windows, of those held out and of the others in proportion."""
+        """At most so many windows, held out and others in proportion."""
         if samples >= self.samples:
             return self
         heldout = heldout_windows(samples)

@@ -32,7 +32,7 @@ BLOCK_PAIRS = 4096
 
 
 class BrokenExpertsError(MoesaicError):
-    """Experts, by their places in what was given, whose hidden states are not finite."""
+    """Experts, by place, whose hidden states are not finite."""
 
     def __init__(self, experts: list[int]):
         super().__init__("the FFN's activations are not finite")

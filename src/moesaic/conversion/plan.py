@@ -232,8 +232,8 @@ def _outer_shape(ffns: FFNs, ffn: FFNShape, scope: Scope) -> OuterShape | None:
     shared_path = None
     shared_size = None
     shared_expert = ffns.read_shared_expert(ffns.converted[0])
-    if shared_expert is not None:
-        shared_path = _path(ffns, str(ffns.shared_expert_path))
+    if shared_expert is not None and ffns.shared_expert_path is not None:
+        shared_path = _path(ffns, ffns.shared_expert_path)
         shared_size = shared_expert.intermediate_size
     return OuterShape(
         num_experts=ffns.num_outer,

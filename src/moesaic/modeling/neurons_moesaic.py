@@ -104,7 +104,7 @@ class MoesaicNeurons(MoesaicReplacement):
         score_TF = self.router(x_TD, gate_TF)
         if self.view is not None:
             y_TD = self._under_mask(x_TD, gate_TF, score_TF)
-        elif self._pays(x_TD):
+        elif self._pairs_pay(x_TD):
             y_TD = self._pairs(x_TD, gate_TF, score_TF > 0)
         else:
             h_TF = gate_TF * self.up_proj(x_TD)
@@ -154,7 +154,7 @@ class MoesaicNeurons(MoesaicReplacement):
     def mask_pays(self) -> bool:
         return True
 
-    def _pays(self, x_TD: Tensor) -> bool:
+    def _pairs_pay(self, x_TD: Tensor) -> bool:
         """Whether pair by pair is faster and can be done.
 
         Never while training, compiling or exporting, nor with modules that are wrapped

@@ -25,7 +25,7 @@ NOTHING = Candidate("none")
 
 @dataclass(frozen=True)
 class Kept:
-    """Neurons (N,) that are kept, and the mask (T, N) of those that run for inputs x."""
+    """Neurons (N,) that are kept, and a mask (T, N) of those that run for x."""
 
     neurons_N: Tensor
     mask: Callable[[Tensor], Tensor] | None = None  # None: all of them always
