@@ -35,16 +35,7 @@ SHAPES = [  # hidden size, experts, experts of a token, neurons of an expert
     (256, 64, 8, 64),
 ]
 LAYOUT = "S3A3E8"
-STEPS = {
-    "profile",
-    "partition",
-    "router",
-    "repair",
-    "reference",
-    "carve",
-    "measure",
-    "stack",
-}
+STEPS = {"convert", "measure", "stack"}
 
 
 def models(

@@ -65,10 +65,11 @@ class Bench:
             arguments.length, self.dense.config.max_position_embeddings
         )
         ids = to_ids(arguments.data, tokenizer)
-        self.ids, self.heldout, _ = hold_out(
+        self.ids, validation = hold_out(
             ids, arguments.data, tokenizer, self.length
         )
-        assert self.heldout is not None
+        assert validation is not None
+        self.heldout = validation.ids
         self.kept: tuple[Any, Any] = (
             None,
             None,
