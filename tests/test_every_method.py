@@ -201,3 +201,25 @@ def test_linear_methods_stand_in_a_comparison_and_leave_the_dense_model(tmp_path
 def test_a_target_ratio_is_not_for_methods_without_experts(dense: Path) -> None:
     with pytest.raises(MoesaicError, match="counts experts"):
         moesaic.convert(dense, LINEAR, calibration=tokens(64, CONTEXT).flatten(), target_ratio=1.1)
+
+
+NEEDY = """
+from dataclasses import dataclass
+from moesaic.methods.contents import Description
+from moesaic.methods.cmoe import CMoE
+
+@dataclass(frozen=True)
+class Needy(CMoE):
+    description = Description("needy", "", "Needs texts of several domains.", "transformers")
+    needs = frozenset({"domains"})
+"""
+
+
+def test_a_method_that_needs_what_no_conversion_gives_is_refused(
+    dense: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "needy.py"
+    path.write_text(NEEDY)
+    with pytest.raises(MoesaicError, match=r"'needy' needs domains"):
+        moesaic.convert(dense, path, "S3A3E8", WINDOWS, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -59,9 +59,7 @@ def test_measured_models_get_rates_that_helped_them() -> None:
         (2048, 3, 15),
     ],
 )
-def test_a_batch_leaves_sixteen_steps(
-    windows: int, processes: int, expected: int
-) -> None:
+def test_a_batch_leaves_sixteen_steps(windows: int, processes: int, expected: int) -> None:
     assert usual_batch_size(windows, processes) == expected
 
 
@@ -152,7 +150,5 @@ def test_no_teacher_trains_on_the_text_alone(models: Path, tmp_path: Path) -> No
 
 def test_no_teacher_cannot_be_tuned(models: Path, tmp_path: Path) -> None:
     with pytest.raises(MoesaicError, match="--distill none says there is none"):
-        moesaic.finetune(
-            models / "cmoe", tmp_path / "tuned", distill="none", tune_teacher=True
-        )
+        moesaic.finetune(models / "cmoe", tmp_path / "tuned", distill="none", tune_teacher=True)
     assert not list(tmp_path.iterdir())

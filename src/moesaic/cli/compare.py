@@ -24,14 +24,16 @@ from moesaic.progress import status
 def compare_command(
     model: Annotated[
         str,
-        typer.Argument(help="The dense model: hub id, folder, or demo."),
+        typer.Argument(
+            help="The dense model: hub id, folder, GGUF file, or demo."
+        ),
     ],
     recipes: Annotated[
         str,
         typer.Option(
             "--methods",
             "--recipes",
-            help="Methods or FILE.yaml, with commas. Simple references such as "
+            help="Methods, FILE.py or FILE.yaml, with commas. Simple references such as "
             "static pruning are always added.",
         ),
     ] = "moesaic,moesaic-dynamic,cmoe",

@@ -29,7 +29,9 @@ from moesaic.cli.tables import macs_table, out, report_tables
 def convert_command(
     model: Annotated[
         str,
-        typer.Argument(help="The dense model: hub id, folder, or demo."),
+        typer.Argument(
+            help="The dense model: hub id, folder, GGUF file, or demo."
+        ),
     ],
     output: Annotated[
         Path,
@@ -40,7 +42,7 @@ def convert_command(
         typer.Option(
             "--method",
             "--recipe",
-            help="How to convert: a name (see moesaic methods) or FILE.yaml.",
+            help="How to convert: a name (see moesaic methods), FILE.py or FILE.yaml.",
         ),
     ] = "moesaic",
     settings: Annotated[

@@ -28,7 +28,7 @@ def evaluate_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model: hub id, folder (dense or converted), or demo."
+            help="A model: hub id, folder (dense or converted), GGUF file, or demo."
         ),
     ],
     text: Annotated[

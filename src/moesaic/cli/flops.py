@@ -15,7 +15,9 @@ from moesaic.errors import MoesaicError
 def flops_command(
     model: Annotated[
         str,
-        typer.Argument(help="A model: hub id, folder, config.json, or demo."),
+        typer.Argument(
+            help="A model: hub id, folder, config.json, GGUF file, or demo."
+        ),
     ],
     layout: Annotated[
         str,

@@ -19,7 +19,9 @@ _INDENT = "    "
 def methods_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="A method or FILE.yaml: show its settings."),
+        typer.Argument(
+            help="A method, FILE.py or FILE.yaml: show its settings."
+        ),
     ] = None,
 ) -> None:
     """List the methods of conversion, or the settings of one."""
@@ -50,15 +52,17 @@ def _print_description(description: Description) -> None:
 
 
 def _print_settings(name: str) -> None:
-    is_file = name.endswith((".yaml", ".yml"))
+    is_file = name.endswith((".py", ".yaml", ".yml"))
     if name not in METHODS and not is_file:
-        raise unknown("method", name, [*METHODS, "FILE.yaml"])
+        raise unknown("method", name, [*METHODS, "FILE.py", "FILE.yaml"])
     if name in METHODS:
         _print_description(METHODS[name])
     quieten()
     from moesaic.methods.load import load_method
 
     method: Any = load_method(name, None)
+    if is_file:
+        _print_description(method.description)
     settings = [field for field in fields(method) if field.init]
     if not settings:
         _print("It has no settings.")

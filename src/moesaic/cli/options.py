@@ -136,7 +136,11 @@ def write_json(path: Path | None, values: Any) -> None:
 
 def program() -> str:
     """What to type for this program: its path where it is not on the PATH."""
-    return "moesaic" if shutil.which("moesaic") else sys.argv[0]
+    if shutil.which("moesaic"):
+        return "moesaic"
+    if Path(sys.argv[0]).name == "__main__.py":
+        return "python -m moesaic"
+    return sys.argv[0]
 
 
 def typed_command() -> str:

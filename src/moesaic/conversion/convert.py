@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from moesaic.calibration.checks import (
+from moesaic.calibration.checks import check_on, (
     blame_a_layer,
     check_vocabulary,
     check_weights,
@@ -169,6 +169,8 @@ def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
     check_vocabulary(dense, prepared.windows_NL)
     digest = check_weights(ffns, dense)
     check_stream(ffns, prepared.windows_NL)
+    if "gradients" in options.method.needs:
+        check_on(dense, device, f"method {options.method.name!r} differentiates")
     search = search_plan(dense, ffns, prepared, device)
     dtype = str(dense.dtype).removeprefix("torch.")
     moe = replace(

@@ -25,9 +25,12 @@ from moesaic.families.load import (
     resolve,
     window_length,
 )
+from moesaic.methods.base import Method
 from moesaic.output.draft import check_output
 
 PAPER_SAMPLES = 8
+# What a conversion can give a method besides activations.
+GIVEN = frozenset({"gradients", "token ids"})
 LEAST_FITTED_TOKENS = 32_768
 TOKENS_PER_NEURON = 12
 LARGEST_SEED = 2**31 - 1
@@ -79,6 +82,7 @@ def prepare(options: ConvertOptions) -> Prepared:
     samples = options.samples
     if samples is None:
         samples = usual_samples(plans[0], length)
+    check_needs(options.method)
     _check_numbers(samples, length, options.seed)
     if options.output is not None:
         check_output(options.output, options.overwrite, options.resume)
@@ -93,6 +97,17 @@ def prepare(options: ConvertOptions) -> Prepared:
             f"{options.model_name}"
         )
     return Prepared(options, plans, tokenizer, calibration, validation, length)
+
+
+def check_needs(method: Method) -> None:
+    """Raises MoesaicError for a method that wants what no conversion gives yet."""
+    missing = sorted(method.needs - GIVEN)
+    if missing:
+        raise MoesaicError(
+            f"method {method.name!r} needs {', '.join(missing)}, and a conversion "
+            f"gives {', '.join(sorted(GIVEN))} besides activations; take another "
+            "method"
+        )
 
 
 def usual_samples(plan: Plan, length: int) -> int:

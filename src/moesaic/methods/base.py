@@ -117,8 +117,9 @@ def setting(
 class Method(ABC):
     """One way to make a dense model do less work per token.
 
-    `needs` names what it wants besides the calibration text's activations: "gradients",
-    "token ids" or "domains". `saves` is False for a reference, which no model can hold.
+    `needs` names what it wants besides the calibration text's activations:
+    "gradients" (the whole model on one device), "token ids" or "domains" (texts of
+    several kinds). `saves` is False for a reference, which no model can hold.
     """
 
     description: ClassVar[Description]

@@ -122,7 +122,10 @@ def _run_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # where dataclasses look up annotations
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a file of the user's does
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever a file of the user's does
         del sys.modules[spec.name]
         kind = type(error).__name__
         lines = str(error).splitlines()
