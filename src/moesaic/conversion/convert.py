@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from moesaic.calibration.checks import check_on, (
+from moesaic.calibration.checks import (
     blame_a_layer,
+    check_on,
     check_vocabulary,
     check_weights,
 )
@@ -170,7 +171,9 @@ def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
     digest = check_weights(ffns, dense)
     check_stream(ffns, prepared.windows_NL)
     if "gradients" in options.method.needs:
-        check_on(dense, device, f"method {options.method.name!r} differentiates")
+        check_on(
+            dense, device, f"method {options.method.name!r} differentiates"
+        )
     search = search_plan(dense, ffns, prepared, device)
     dtype = str(dense.dtype).removeprefix("torch.")
     moe = replace(
