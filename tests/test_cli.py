@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from moesaic.cli.main import app, main
 from moesaic.cli.options import parse_settings
 from moesaic.demo import demo_path
 from moesaic.families.load import load_model, load_tokenizer
-from moesaic.methods.contents import METHODS
+from moesaic.methods.contents import METHODS, Description
 from tests.families import tiny_model
 
 TEXT = "def main(argument):\n    return [argument for _ in range(10)]\n" * 400
@@ -204,6 +204,7 @@ def test_settings_of_a_method_come_with_value_and_meaning(
 ) -> None:
     @dataclass(frozen=True)
     class Method:
+        description: ClassVar[Description] = METHODS["cmoe"]
         rounds: int = field(default=7, metadata={"help": "How often to repeat."})
         plain: float = 0.5
 
