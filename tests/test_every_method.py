@@ -223,3 +223,13 @@ def test_a_method_that_needs_what_no_conversion_gives_is_refused(
     with pytest.raises(MoesaicError, match=r"'needy' needs domains"):
         moesaic.convert(dense, path, "S3A3E8", WINDOWS, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_of_a_layer_is_held_once_it_is_reported(method: str) -> None:
+    """What a replacement was made of is as large as the layer, and memory is bounded by one."""
+    model, _ = convert(tiny_model("qwen3"), method)
+    replacements = [m for m in model.modules() if isinstance(m, MoesaicReplacement)]
+    assert replacements
+    for module in replacements:
+        assert module.made is None
+        assert module.view is None

@@ -155,7 +155,9 @@ class MixtureLayer:
             expert_inputs = next(inputs_of_converted)
             generator = np.random.default_rng([self.seed, self.layer, expert])
             try:
-                part = method.convert_ffn(ffn, expert_inputs, sizes, generator)
+                part: Any = method.convert_ffn(
+                    ffn, expert_inputs, sizes, generator
+                )
             except MoesaicError as error:
                 raise MoesaicError(f"expert {expert}: {error}") from error
             self.clock("convert")
@@ -169,6 +171,7 @@ class MixtureLayer:
                 self.seed,
                 self.most,
             )
+            part.made = None  # its repairs are as large as the expert
             self.clock("measure")
             parts.append(part)
         stack = None
@@ -225,13 +228,14 @@ class MixtureLayer:
         all_inputs = inputs.all_inputs()
         generator = np.random.default_rng([self.seed, self.layer])
         try:
-            shared = method.convert_ffn(ffn, all_inputs, sizes, generator)
+            shared: Any = method.convert_ffn(ffn, all_inputs, sizes, generator)
         except MoesaicError as error:
             raise MoesaicError(f"shared expert: {error}") from error
         under_mask(shared)
         measured = measure_layer(
             self.layer, all_inputs, ffn, shared, sizes, self.seed, self.most
         )
+        shared.made = None
         self.clock("measure")
         row = _row("shared", all_inputs.tokens, measured)
         report.experts.append(row)

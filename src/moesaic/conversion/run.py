@@ -202,7 +202,7 @@ class Run:
         if self.draft is not None:
             saved = load_layer(self.draft, layer, prefixes, self.plan.moe)
         if saved is not None:
-            replacement = saved.replacements[0].to(self.stream.device)
+            replacement: Any = saved.replacements[0].to(self.stream.device)
             self._pass_on(layer, replacement, inputs.all())
             return saved.report
         ffn = ffns.read(layer)
@@ -217,6 +217,7 @@ class Run:
         report = measure_layer(
             layer, inputs, ffn, replacement, sizes, self.seed
         )
+        replacement.made = None  # its repairs are as large as the layer
         self.clock("measure")
         self._pass_on(layer, replacement, inputs.all())
         self.clock("advance")
