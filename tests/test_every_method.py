@@ -15,12 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic.conversion import run as run_module
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import count_macs
 from moesaic.methods.base import FFNMethod
 from moesaic.methods.load import load_method
 from moesaic.modeling import MoesaicReplacement
 from tests.families import CONTEXT, tiny_model, tokens
+from tests.mixtures import tiny_mixture
+from tests.stock_models import tokenizer
 
 ROOT = Path(__file__).parents[1]
 SHOWN = "docs/add_a_method.md"
@@ -233,3 +236,73 @@ def test_nothing_of_a_layer_is_held_once_it_is_reported(method: str) -> None:
     for module in replacements:
         assert module.made is None
         assert module.view is None
+
+
+def test_what_linear_methods_are_not_for_is_refused_in_one_line(
+    dense: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(MoesaicError, match="leave out --dense-layers"):
+        moesaic.convert(dense, LINEAR, calibration=WINDOWS, output=output, dense_layers=[0])
+    with pytest.raises(MoesaicError, match="is a mixture of experts"):
+        moesaic.convert(tiny_mixture("mixtral"), LINEAR, calibration=WINDOWS)
+    convert(dense, LINEAR, output=output)
+    with pytest.raises(MoesaicError, match="not fine-tuned yet"):
+        moesaic.finetune(output, tmp_path / "tuned", WINDOWS, samples=4, distill="none")
+    for reasons in moesaic.explain(with_words(output)).values():
+        assert "linear layers" in reasons[0]
+    assert not (tmp_path / "tuned").exists()
+
+
+def with_words(folder: Path) -> Path:
+    """With a tokenizer, which exports ask for."""
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+SETTINGS = """
+from dataclasses import dataclass
+from moesaic.methods.base import setting
+from moesaic.methods.contents import Description
+from moesaic.methods.cmoe import CMoE
+
+@dataclass(frozen=True)
+class Settings(CMoE):
+    description = Description("settings", "", "Has settings of every kind.", "transformers")
+    ratio: float = setting(0.5, "A number.", 0)
+    word: str = setting("a", "Text.")
+    count: int = setting(3, "A whole number.", 1)
+    switch: bool = setting(False, "Yes or no.")
+"""
+
+
+def test_settings_are_numbers_words_counts_or_switches(tmp_path: Path) -> None:
+    path = tmp_path / "settings.py"
+    path.write_text(SETTINGS)
+    changed = {"ratio": 1, "word": "b", "count": 4, "switch": True}
+    assert load_method(path, changed).settings.items() >= changed.items()
+    wrong = {"ratio": ["x", -1, float("nan"), True], "word": [3], "count": [0, 2.5], "switch": [1]}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(MoesaicError, match=f"{name} is"):
+                load_method(path, {name: value})
+
+
+def test_a_linear_conversion_is_resumed_to_the_same_bytes(dense: Path, tmp_path: Path) -> None:
+    convert(dense, LINEAR, output=tmp_path / "whole", command="x")
+    saved: list[int] = []
+
+    def die(*args: Any) -> None:
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        saved.append(1)
+        save(*args)
+
+    save = run_module.save_layer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "save_layer", die)
+        with pytest.raises(KeyboardInterrupt):
+            convert(dense, LINEAR, output=tmp_path / "again", command="x")
+    convert(dense, LINEAR, output=tmp_path / "again", command="x", resume=True)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name

@@ -134,7 +134,7 @@ class Stream:
         handles = []
         for path in paths:
             module = self.ffns.base.get_submodule(path)
-            hook = _keep_input(inputs[path])
+            hook = _keep_input(inputs[path], self.storage)
             handles.append(module.register_forward_pre_hook(hook))
         try:
             for _, hidden_BLD in self._blocks():
@@ -223,12 +223,14 @@ class Stream:
         )
 
 
-def _keep_input(inputs: list[Tensor]) -> Callable[..., None]:
+def _keep_input(
+    inputs: list[Tensor], storage: torch.device
+) -> Callable[..., None]:
     """A hook that keeps what a module is called with, a row for each token."""
 
     def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0]
-        inputs.append(x.reshape(-1, x.shape[-1]))
+        inputs.append(x.reshape(-1, x.shape[-1]).to(storage))
 
     return keep
 

@@ -171,8 +171,7 @@ def _convert(
     output = str(choices["output"])
     source = choices["calibration"]
     report_tables(report, output)
-    next_command = [
-        program(),
+    arguments = [
         "eval",
         output,
         "--text",
@@ -180,7 +179,9 @@ def _convert(
         "--against",
         choices["model"],
     ]
-    out.print(f"written to {output}; next:\n  {shlex.join(next_command)}")
+    out.print(
+        f"written to {output}; next:\n  {program()} {shlex.join(arguments)}"
+    )
     if Path(source).exists():
         out.print(
             "(better on another text: most of this one may have been used for "
@@ -206,7 +207,7 @@ def _dry_run(choices: dict[str, Any], target_ratio: float | None) -> None:
         layouts = ", ".join(plan.label for plan in prepared.plans)
         out.print(f"layouts to choose from: {layouts}")
     tokens = prepared.windows_NL.numel()
-    layers = len(plan.moe.layers)
+    layers = len(plan.moe.layers) or plan.dense_config.num_hidden_layers
     out.print(
         f"would profile {tokens} tokens of {choices['calibration']} in each of "
         f"{layers} layers and write {output}; nothing was written"

@@ -56,8 +56,7 @@ def demo_command(
         )
     out.print(table)
     out.print(f"the converted model lies in {output}")
-    next_command = [
-        program(),
+    arguments = [
         "eval",
         str(output),
         "--text",
@@ -67,4 +66,4 @@ def demo_command(
         "--max-tokens",
         str(demo_run.HELDOUT_TOKENS),
     ]
-    out.print(f"next:\n  {shlex.join(next_command)}")
+    out.print(f"next:\n  {program()} {shlex.join(arguments)}")

@@ -140,7 +140,7 @@ def program() -> str:
         return "moesaic"
     if Path(sys.argv[0]).name == "__main__.py":
         return "python -m moesaic"
-    return sys.argv[0]
+    return shlex.quote(sys.argv[0])
 
 
 def typed_command() -> str:

@@ -110,6 +110,11 @@ def make_plans(
     made_with = versions()
     plans = []
     for moe in method.plans(shape, budget):
+        if moe.linears is not None and scope is not None and scope.dense_layers:
+            raise MoesaicError(
+                f"method {method.name!r} replaces linear layers in all layers; leave "
+                "out --dense-layers"
+            )
         named = replace(moe, base_model=base_model, versions=made_with)
         plan = Plan(name, method, named, config, dense_macs)
         plans.append(plan)

@@ -140,10 +140,17 @@ class Run:
             dense = [self._base.get_submodule(path) for path in paths]
             saved = load_linears(self.draft, layer, prefixes, moe, dense)
         if saved is not None:
-            self._install_linears(paths, saved.replacements)
+            device = self.stream.device
+            modules = [module.to(device) for module in saved.replacements]
+            self._install_linears(paths, modules)
             return saved.report
         blocks = self.stream.module_inputs(layer, paths)
         self.clock("inputs")
+        for path in paths:
+            if not blocks[path]:
+                raise self._blame(
+                    layer, MoesaicError(f"{path} is never called as a module")
+                )
         replacements = []
         errors = []
         for place, path in enumerate(paths):

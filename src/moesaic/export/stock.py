@@ -39,6 +39,10 @@ def common_reasons(config: Any) -> list[str]:
             "it routes twice, inside the experts that its own router chose; stock "
             "layers route once (docs/deviations.md)"
         ]
+    if moe.linears is not None:
+        return [
+            f"method {moe.name} made linear layers that skip inputs; stock do not"
+        ]
     reasons = []
     if family not in FAMILIES:
         reasons.append(

@@ -101,6 +101,11 @@ def _check_converted(model: str, config: Any) -> None:
             f"{model} is a {config.model_type} model that moesaic has not converted; "
             "run moesaic convert first, and fine-tune its output"
         )
+    if config.moesaic.linears is not None:
+        raise MoesaicError(
+            f"{model} has linear layers that skip inputs, which are not fine-tuned "
+            "yet; fine-tune a model whose FFNs were converted"
+        )
 
 
 def _check_rank(rank: int, config: Any) -> None:

@@ -7,6 +7,7 @@ docs/add_a_method.md shows the whole of it.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -188,11 +189,17 @@ class Method(ABC):
             return
         if value is None and default is None:
             return
+        if isinstance(default, str):
+            if not isinstance(value, str):
+                raise self._bad_setting(name, "it is text")
+            return
         least = metadata["least"]
-        rule = "it must be a whole number"
+        is_real = isinstance(default, float)
+        rule = "it must be a number" if is_real else "it must be a whole number"
         if least is not None:
             rule = f"{rule} >= {least}"
-        if type(value) is not int:
+        kinds = (int, float) if is_real else (int,)
+        if type(value) not in kinds or not math.isfinite(value):
             raise self._bad_setting(name, rule)
         if least is not None and value < least:
             raise self._bad_setting(name, rule)
@@ -346,12 +353,22 @@ class LinearMethod(Method):
                 f"method {self.name!r} has no experts, so no layout {budget.layout}; "
                 "give a sparsity"
             )
+        if shape.outer is not None:
+            raise MoesaicError(
+                f"{shape.name} is a mixture of experts, and method {self.name!r} "
+                "replaces linear layers of dense models; take another method"
+            )
         sparsity = budget.skipped
         if not 0 <= sparsity < 1:
             raise MoesaicError(
                 f"sparsity {sparsity} is outside [0, 1); 0.25 skips a quarter"
             )
         paths = self.chosen_paths(shape)
+        for path in paths:
+            if path not in shape.linears:
+                raise unknown(
+                    f"linear layer of {shape.name}", path, shape.linears
+                )
         if not paths:
             raise MoesaicError(
                 f"{shape.name} has no linear layers that method {self.name!r} replaces"
