@@ -30,7 +30,7 @@ from moesaic.methods.base import (
 from moesaic.modeling import MoEConfig, Sizes, config_class_for
 
 _AUTO_MAP = {
-    "AutoConfig": "configuration_moesaic.MoesaicConfig",
+    "AutoConfig": "modeling_moesaic.MoesaicConfig",
     "AutoModel": "modeling_moesaic.MoesaicModel",
     "AutoModelForCausalLM": "modeling_moesaic.MoesaicForCausalLM",
 }

@@ -1,20 +1,21 @@
 """The converted model's architecture, registered with transformers' Auto classes (leaf).
 
-Table of contents: `moe_config` types of config.json; `configuration` a family's class;
-`projections`, `routers`, `experts` the parts; `replacement` what stands in for a module,
-`block` for an FFN, `neurons` for an FFN neuron by neuron, `hierarchy` for the experts of
-a mixture, `linears` for a linear layer; `modeling` the models that carry them.
+Table of contents: `moe_config` types of config.json; `projections`, `routers`,
+`experts` the parts; `replacement` what stands in for a module, `block` for an FFN,
+`neurons` for an FFN neuron by neuron, `hierarchy` for the experts of a mixture,
+`linears` for a linear layer; `modeling` the models that carry them.
 """
 
 from transformers import AutoConfig
 
 from .block_moesaic import MoesaicBlock, MoesaicSharedExpert
-from .configuration_moesaic import MoesaicConfig, config_class_for
 from .experts_moesaic import MoesaicExperts
 from .hierarchy_moesaic import MoesaicHierarchy
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
 from .modeling_moesaic import (
     REPLACEMENTS,
+    MoesaicConfig,
+    config_class_for,
     install,
     install_linear,
     install_outer_shared,
