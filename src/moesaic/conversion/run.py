@@ -8,7 +8,7 @@ computed under a mask: the same outputs, and faster than many small experts.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,48 +83,45 @@ class Run:
 
         Layers that the draft holds are put in place and passed through.
         """
+        ffns = self.stream.ffns
+        reports = []
+        for layer in self._layers_in_order():
+            if layer not in ffns.converted:
+                self.stream.advance(layer)
+                self.clock("advance")
+            elif isinstance(ffns, Mixtures):
+                report = self._replace_experts(method, layer)
+                reports.append(report)
+            else:
+                report = self._replace_ffn(method, layer)
+                reports.append(report)
+        return reports
+
+    def replace_linears(self, method: LinearMethod) -> list[LayerReport]:
+        """The same for a method that replaces linear layers, wherever they stand."""
+        reports = []
+        for layer in self._layers_in_order():
+            report = self._replace_linears_of(method, layer)
+            reports.append(report)
+            if not self._is_last(layer):
+                self.stream.advance(layer)
+            self.clock("advance")
+        return reports
+
+    def _layers_in_order(self) -> Iterator[int]:
+        """Every layer's number, while the layer is on the device; checks its inputs."""
         layers = self.stream.ffns.layers
         numbers = track(
             range(len(layers)), "converting layers", enabled=self.progress
         )
-        reports = []
         for layer in numbers:
             module = layers[layer]
             home = next(module.parameters()).device
             module.to(self.stream.device)
             check_inputs(self.stream, layer)
             self.clock("check")
-            if layer not in self.stream.ffns.converted:
-                self.stream.advance(layer)
-                self.clock("advance")
-            elif isinstance(self.stream.ffns, Mixtures):
-                report = self._replace_experts(method, layer)
-                reports.append(report)
-            else:
-                report = self._replace_ffn(method, layer)
-                reports.append(report)
+            yield layer
             module.to(home)
-        return reports
-
-    def replace_linears(self, method: LinearMethod) -> list[LayerReport]:
-        """The same for a method that replaces linear layers, wherever they stand."""
-        layers = self.stream.ffns.layers
-        numbers = track(
-            range(len(layers)), "converting layers", enabled=self.progress
-        )
-        reports = []
-        for layer in numbers:
-            module = layers[layer]
-            home = next(module.parameters()).device
-            module.to(self.stream.device)
-            check_inputs(self.stream, layer)
-            report = self._replace_linears_of(method, layer)
-            reports.append(report)
-            if not self._is_last(layer):
-                self.stream.advance(layer)
-            self.clock("advance")
-            module.to(home)
-        return reports
 
     def _replace_linears_of(
         self, method: LinearMethod, layer: int
