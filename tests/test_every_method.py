@@ -306,3 +306,35 @@ def test_a_linear_conversion_is_resumed_to_the_same_bytes(dense: Path, tmp_path:
     convert(dense, LINEAR, output=tmp_path / "again", command="x", resume=True)
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+BLOCKS = """
+from dataclasses import dataclass, replace
+from moesaic.methods.base import Method
+from moesaic.methods.contents import Description
+from moesaic.methods.load import load_method
+
+@dataclass(frozen=True)
+class NoBlocks(Method):
+    description = Description("no-blocks", "", "Removes whole blocks.", "transformers")
+
+    def plans(self, shape, budget):
+        (plan,) = load_method("static").plans(shape, budget)
+        return [replace(plan, layers=(), sizes=())]
+
+    def words(self, moe):
+        return "fewer blocks"
+
+    def convert(self, model, calibration, plan, run):
+        return []
+"""
+
+
+def test_a_result_that_no_configuration_holds_is_refused_before_it_is_written(
+    dense: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "blocks.py"
+    path.write_text(BLOCKS)
+    with pytest.raises(MoesaicError, match="replaces neither FFNs nor linear layers"):
+        moesaic.convert(dense, path, "S3A3E8", WINDOWS, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

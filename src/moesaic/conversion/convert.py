@@ -48,6 +48,7 @@ from moesaic.layout import Layout
 from moesaic.methods.base import Method
 from moesaic.modeling import MoesaicReplacement
 from moesaic.output import draft as drafts
+from moesaic.output.atomic import write_file
 from moesaic.output.model_card import licence_of
 
 
@@ -430,14 +431,10 @@ def _saved_budgets(draft: Path | None) -> tuple[int, ...] | None:
 
 
 def _save_budgets(draft: Path | None, plan: Plan) -> None:
-    """Writes them under another name first, so that no half file is read."""
     if draft is None:
         return
     budgets = [sizes.num_active for sizes in plan.moe.sizes]
-    text = json.dumps(budgets)
-    unfinished = draft / "budgets.part"
-    unfinished.write_text(text, "utf-8")
-    unfinished.replace(draft / "budgets.json")
+    write_file(draft / "budgets.json", json.dumps(budgets))
 
 
 def become_ours(dense: Any, config: Any) -> None:

@@ -277,9 +277,11 @@ class Run:
         """Passes all tokens through the replacement, which then stays in its place."""
         set_view(replacement, masked=True)
         self._install(layer, replacement)
-        if not self._is_last(layer):
-            self.stream.advance(layer, calls)
-        set_view(replacement, masked=self.trial)
+        try:
+            if not self._is_last(layer):
+                self.stream.advance(layer, calls)
+        finally:
+            set_view(replacement, masked=self.trial)
 
     def _pass_on_mixture(
         self, layer: int, converted: ConvertedMixture, inputs: ExpertInputs
