@@ -7,6 +7,8 @@ linear layers, all as a user has them: by name or as a file.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import moesaic
 from moesaic.conversion import run as run_module
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import count_macs
-from moesaic.methods.base import FFNMethod
+from moesaic.families.load import dense_of, load_config
+from moesaic.methods.base import FFNMethod, ModelMethod
 from moesaic.methods.load import load_method
 from moesaic.modeling import MoesaicReplacement
 from tests.families import CONTEXT, tiny_model, tokens
@@ -29,7 +32,8 @@ ROOT = Path(__file__).parents[1]
 SHOWN = "docs/add_a_method.md"
 LINEAR = str(ROOT / "tests/method_files/magnitude.py")
 SAVED = [name for name, row in moesaic.METHODS.items() if row.runs is not None]
-METHODS = [*SAVED, SHOWN, LINEAR]
+BLOCKS = str(ROOT / "tests/method_files/last_blocks.py")
+METHODS = [*SAVED, SHOWN, LINEAR, BLOCKS]
 WINDOWS = tokens(16, CONTEXT, seed=1)
 QUICK = {"layer_budgets": "uniform"}  # where a method has it
 
@@ -60,6 +64,11 @@ def dense(tmp_path: Path) -> Path:
 
 def has_experts(method: str) -> bool:
     return isinstance(load_method(method), FFNMethod)
+
+
+def is_ordinary(method: str) -> bool:
+    """Whether the result is a model of the dense one's family."""
+    return isinstance(load_method(method), ModelMethod)
 
 
 def settings_of(method: str) -> dict[str, object]:
@@ -97,8 +106,11 @@ def test_what_is_skipped_is_missed(method: str) -> None:
 def test_the_budget_is_kept(method: str) -> None:
     """What runs on the calibration text is what the configuration says."""
     model, report = convert(tiny_model("qwen3"), method)
-    moe = model.config.moesaic
     assert report.macs == count_macs(model, 1).total
+    if is_ordinary(method):
+        assert report.macs < report.dense_macs
+        return
+    moe = model.config.moesaic
     shares = shares_that_run(model)
     if moe.linears is not None:
         assert sum(shares) / len(shares) == pytest.approx(moe.linears.share, abs=0.05)
@@ -146,7 +158,9 @@ def test_saved_and_loaded_it_is_the_same_to_the_last_bit(
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert torch.equal(logits(model), logits(loaded.eval()))
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["moesaic"]["method"]
+    assert type(loaded) is type(model)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    said = config["moesaic_conversion" if is_ordinary(method) else "moesaic"]["method"]
     known = load_method(method)
     assert (said["name"], said["about"]) == (known.name, known.about)
     assert said["settings"] == known.settings | settings_of(method)
@@ -230,6 +244,8 @@ def test_a_method_that_needs_what_no_conversion_gives_is_refused(
 
 def test_nothing_of_a_layer_is_held_once_it_is_reported(method: str) -> None:
     """What a replacement was made of is as large as the layer, and memory is bounded by one."""
+    if is_ordinary(method):
+        pytest.skip("nothing is replaced")
     model, _ = convert(tiny_model("qwen3"), method)
     replacements = [m for m in model.modules() if isinstance(m, MoesaicReplacement)]
     assert replacements
@@ -308,33 +324,96 @@ def test_a_linear_conversion_is_resumed_to_the_same_bytes(dense: Path, tmp_path:
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-BLOCKS = """
-from dataclasses import dataclass, replace
-from moesaic.methods.base import Method
-from moesaic.methods.contents import Description
-from moesaic.methods.load import load_method
-
-@dataclass(frozen=True)
-class NoBlocks(Method):
-    description = Description("no-blocks", "", "Removes whole blocks.", "transformers")
-
-    def plans(self, shape, budget):
-        (plan,) = load_method("static").plans(shape, budget)
-        return [replace(plan, layers=(), sizes=())]
-
-    def words(self, moe):
-        return "fewer blocks"
-
-    def convert(self, model, calibration, plan, run):
-        return []
-"""
+def test_an_ordinary_result_loads_without_moesaic(dense: Path, tmp_path: Path) -> None:
+    """In a process that knows nothing of us, and with a cache as with none."""
+    convert(dense, BLOCKS, output=tmp_path / "out")
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as A;"
+        f"m = A.from_pretrained({str(tmp_path / 'out')!r}); m.eval();"
+        "x = torch.arange(3, 19)[None];"
+        "y = [m(x, use_cache=c).logits for c in (True, False)];"
+        "assert torch.allclose(*y, atol=1e-5);"
+        "m.generate(x, max_new_tokens=4, do_sample=False);"
+        "assert 'moesaic' not in sys.modules;"
+        "print(type(m).__name__, len(m.model.layers))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path = {_without_us()!r}; {code}"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout.split() == ["Qwen3ForCausalLM", "2"], found.stderr
 
 
-def test_a_result_that_no_configuration_holds_is_refused_before_it_is_written(
+def _without_us() -> list[str]:
+    """Where Python finds modules, without the finder that an editable install adds."""
+    return [path for path in sys.path if path and not path.endswith(("src", str(ROOT)))]
+
+
+def test_an_ordinary_result_is_overwritten_compared_with_and_converted_again(
     dense: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "blocks.py"
-    path.write_text(BLOCKS)
-    with pytest.raises(MoesaicError, match="replaces neither FFNs nor linear layers"):
-        moesaic.convert(dense, path, "S3A3E8", WINDOWS, output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    output = tmp_path / "out"
+    convert(dense, BLOCKS, output=output)
+    convert(dense, BLOCKS, output=output, overwrite=True)
+    config = load_config(str(output))
+    assert dense_of(output, config) == str(dense)
+    again, _ = convert(output, "static")
+    assert not hasattr(again.config, "moesaic_conversion")
+    assert again.config.num_hidden_layers == 2
+
+
+def test_whole_blocks_stand_in_a_comparison_and_leave_the_dense_model(tmp_path: Path) -> None:
+    """The next rows are what they are without them."""
+    choices: dict[str, Any] = {
+        "sparsity": (0.25,), "calibration": "demo", "seeds": 1, "samples": 4,
+        "sequence_length": 64, "max_tokens": 1024, "references": (),
+    }  # fmt: skip
+    both = moesaic.compare("demo", [BLOCKS, "static"], output=tmp_path / "out", **choices)
+    alone = moesaic.compare("demo", ["static"], **choices)
+    rows = {row["method"]: row for row in both["rows"]}
+    assert rows["static"]["ratio"] == alone["rows"][0]["ratio"]
+    assert rows["last-blocks"]["macs"] < rows["static"]["macs"]
+    assert rows["last-blocks"]["ratio"]["demo"] > 1
+    assert "last-blocks" in (tmp_path / "out" / "compare.md").read_text()
+
+
+def test_a_model_method_that_does_other_than_it_plans_is_refused(
+    dense: Path, tmp_path: Path
+) -> None:
+    code = Path(BLOCKS).read_text()
+    liar = tmp_path / "liar.py"
+    liar.write_text(code.replace("keep_blocks(model, kept)", "keep_blocks(model, kept[:1])"))
+    with pytest.raises(MoesaicError, match="planned"):
+        convert(dense, str(liar), keep=0.7, output=tmp_path / "out")
+    liar.write_text(code.replace("keep_blocks(model, kept)", "model.config.vocab_size += 1"))
+    with pytest.raises(MoesaicError, match="its configuration says"):
+        convert(dense, str(liar), keep=0.7, output=tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "liar.py"]
+
+
+def test_what_is_for_single_layers_or_experts_is_refused_for_whole_models(
+    dense: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(MoesaicError, match="leave out --dense-layers"):
+        convert(dense, BLOCKS, dense_layers=[0], output=tmp_path / "out")
+    with pytest.raises(MoesaicError, match="leave out --experts"):
+        convert(tiny_mixture("mixtral"), BLOCKS, experts=[0])
+    with pytest.raises(MoesaicError, match="leaves none of"):
+        moesaic.convert(dense, BLOCKS, calibration=WINDOWS, sparsity=0.95)
+
+
+def test_what_a_method_remembers_is_not_computed_again(dense: Path, tmp_path: Path) -> None:
+    counted = tmp_path / "counted.py"
+    log = tmp_path / "log"
+    code = Path(BLOCKS).read_text()
+    code = code.replace("list(range(depth))", f"write({str(log)!r}) or list(range(depth))")
+    code = code.replace("return []", "raise KeyboardInterrupt")
+    code += "\n\ndef write(path):\n    with open(path, 'a') as file:\n        file.write('x')\n"
+    counted.write_text(code)
+    for resume in (False, True, True):
+        with pytest.raises(KeyboardInterrupt):
+            convert(dense, str(counted), output=tmp_path / "out", command="x", resume=resume)
+    assert log.read_text() == "x"
+    counted.write_text(code.replace("raise KeyboardInterrupt", "return []"))
+    convert(dense, str(counted), output=tmp_path / "out", command="x", resume=True)
+    assert log.read_text() == "x"

@@ -98,7 +98,7 @@ def _default_dense(model: str, trust_remote_code: bool) -> str | None:
     from moesaic.families import load
 
     config = load.load_config(model, trust_remote_code)
-    if config.model_type != "moesaic":
+    if load.base_model_of(config) is None:
         return None
     dense = load.dense_of(model, config)
     if dense is None:

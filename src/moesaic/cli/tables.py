@@ -114,7 +114,10 @@ def _count(billions: float) -> str:
 
 def report_tables(report: ConversionReport, output: str) -> None:
     """A conversion's layers, perplexities and totals, and what to do next."""
-    out.print(_layer_table(report))
+    if report.layers:
+        out.print(_layer_table(report))
+    else:
+        out.print(f"{report.model}, {report.method['name']}: {report.shape}")
     _print_notes(report)
     _print_warnings(report)
     _print_choices(report)

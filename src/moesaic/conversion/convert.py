@@ -36,7 +36,7 @@ from moesaic.conversion.report import ConversionReport
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
-from moesaic.evaluate.work import active_ffn_fraction
+from moesaic.evaluate.work import active_ffn_fraction, count_macs, meta_model
 from moesaic.families import FFNs, find_ffns
 from moesaic.families.load import (
     choose_device,
@@ -48,7 +48,6 @@ from moesaic.layout import Layout
 from moesaic.methods.base import Method
 from moesaic.modeling import MoesaicReplacement
 from moesaic.output import draft as drafts
-from moesaic.output.atomic import write_file
 from moesaic.output.model_card import licence_of
 
 
@@ -289,7 +288,10 @@ class _Conversion:
             self.dense, calibration, self.plan, run
         )
         self._settle()
-        become_ours(self.dense, self._final_config())
+        if self.plan.is_ordinary:
+            stay_ordinary(self.dense, self.plan, self.dtype)
+        else:
+            become_ours(self.dense, self._final_config())
 
     def write(self, output: Path) -> None:
         """The same into a folder, with perplexities before and after."""
@@ -306,11 +308,6 @@ class _Conversion:
 
     def _share_budgets(self, draft: Path | None) -> None:
         """Budgets of layers: those that an earlier run came to, if it did."""
-        saved = _saved_budgets(draft)
-        if saved is not None:
-            moe = self.plan.moe.with_budgets(saved)
-            self.plan = self.plan.with_moe(moe)
-            return
         strategy = getattr(self.plan.method, "layer_budgets", "uniform")
         if strategy == "uniform":
             return
@@ -318,16 +315,22 @@ class _Conversion:
         if self.options.target_ratio is not None:
             log("layers keep equal budgets, with which the target was met")
             return
-        self.plan = share_budgets(
-            self.dense,
-            self.ffns,
-            self.plan,
-            self.prepared.calibration,
-            self.device,
-            self.options.seed,
-            log,
-        )
-        _save_budgets(draft, self.plan)
+
+        def shared() -> list[int]:
+            plan = share_budgets(
+                self.dense,
+                self.ffns,
+                self.plan,
+                self.prepared.calibration,
+                self.device,
+                self.options.seed,
+                log,
+            )
+            return [sizes.num_active for sizes in plan.moe.sizes]
+
+        budgets = drafts.remembered(draft, "budgets", shared)
+        moe = self.plan.moe.with_budgets(tuple(budgets))
+        self.plan = self.plan.with_moe(moe)
 
     def _settle(self) -> None:
         """What is known in the end only: budgets, and experts that stay whole."""
@@ -420,21 +423,32 @@ class _Conversion:
         return as_read
 
 
-def _saved_budgets(draft: Path | None) -> tuple[int, ...] | None:
-    if draft is None:
-        return None
-    path = draft / "budgets.json"
-    if not path.is_file():
-        return None
-    text = path.read_text("utf-8")
-    return tuple(json.loads(text))
+def stay_ordinary(model: Any, plan: Plan, dtype: str) -> None:
+    """The configuration says how the model was made; it must hold what the model is.
 
-
-def _save_budgets(draft: Path | None, plan: Plan) -> None:
-    if draft is None:
-        return
-    budgets = [sizes.num_active for sizes in plan.moe.sizes]
-    write_file(draft / "budgets.json", json.dumps(budgets))
+    Raises MoesaicError for a method that did other than it planned.
+    """
+    config = model.config
+    expected = {}
+    for name, tensor in meta_model(config).state_dict().items():
+        expected[name] = tuple(tensor.shape)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        found[name] = tuple(tensor.shape)
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise MoesaicError(
+                f"method {plan.method.name!r} left {name} of shape {found.get(name)}, "
+                f"and its configuration says {expected.get(name)}; mend the method"
+            )
+    macs = count_macs(model, 1).total
+    if macs != plan.macs.total:
+        raise MoesaicError(
+            f"method {plan.method.name!r} left {macs:,.0f} multiply-accumulates a "
+            f"token, and planned {plan.macs.total:,.0f}; mend the method"
+        )
+    config.dtype = dtype
+    config.moesaic_conversion = plan.moe.provenance()
 
 
 def become_ours(dense: Any, config: Any) -> None:

@@ -9,11 +9,12 @@ from moesaic.methods.contents import METHODS
 from moesaic.modeling import MoEConfig
 from moesaic.output.model_card import Row, build_card, code, front_matter
 
-_USE = """import moesaic
-from transformers import AutoModelForCausalLM, AutoTokenizer
+_STOCK_USE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")"""
+_OUR_USE = f"import moesaic\n{_STOCK_USE}"
+_OUR_WAY = "Use, with moesaic installed (or with `trust_remote_code=True` and no moesaic):"
 
 
 def model_card(
@@ -22,33 +23,52 @@ def model_card(
     """README.md of a converted model."""
     base = moe.base_model
     alone = moe.first_sizes.expert == 1
+    ordinary = moe.changes is not None
     title = f"{Path(base).name}, {report.layout}"
-    what = _what(moe, alone)
     method = _method(moe.name)
-    summary = f"{base} with every {what} by moesaic, without training.{method}"
-    measured = "and router recall" if alone else "router recall and expert load"
-    sections = [
-        "Command:",
-        code(command),
-        "Use, with moesaic installed (or with `trust_remote_code=True` and no moesaic):",
-        code(_USE),
-        f"Per-layer reconstruction error, {measured} are in `moesaic_report.json`.",
-    ]
+    summary = f"{base} {_what(moe, alone)}, without training.{method}"
+    sections = ["Command:", code(command)]
+    if ordinary:
+        sections += ["Use, with transformers alone:", code(_STOCK_USE)]
+    else:
+        sections += [_OUR_WAY, code(_OUR_USE)]
+    sections.append(f"{_measured(moe, alone)} in `moesaic_report.json`.")
     front = front_matter(licence, base)
     rows = _rows(report, moe, licence)
     return build_card(front, title, summary, rows, sections)
 
 
 def _what(moe: MoEConfig, alone: bool) -> str:
-    """What became of every FFN; `alone`: each of its neurons is an expert."""
+    """What became of the model; `alone`: each of its neurons is an expert."""
+    if moe.changes is not None:
+        return "made smaller by moesaic"
+    if moe.linears is not None:
+        return "with linear layers made ones that skip inputs by moesaic"
     if alone:
-        return "dense feed-forward network made one whose neurons are chosen for each token"
+        return (
+            "with every dense feed-forward network made one whose neurons are chosen "
+            "for each token by moesaic"
+        )
     if moe.outer is not None:
         return (
-            f"one of its {moe.outer.num_experts} experts a layer cut into shared and "
-            "routed sub-experts"
+            f"with every one of its {moe.outer.num_experts} experts a layer cut into "
+            "shared and routed sub-experts by moesaic"
         )
-    return "dense feed-forward network cut into shared and routed experts"
+    return (
+        "with every dense feed-forward network cut into shared and routed experts by "
+        "moesaic"
+    )
+
+
+def _measured(moe: MoEConfig, alone: bool) -> str:
+    """What the report holds besides."""
+    if moe.changes is not None:
+        return "What was done and measured stands"
+    if moe.linears is not None:
+        return "Per-layer reconstruction error is"
+    if alone:
+        return "Per-layer reconstruction error and router recall are"
+    return "Per-layer reconstruction error, router recall and expert load are"
 
 
 def _method(name: str) -> str:

@@ -69,9 +69,16 @@ class Plan:
             return words
         return f"{words}, in each of {self.moe.outer.num_experts} experts"
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the result is a model of the dense one's own family."""
+        return self.moe.changes is not None
+
     @cached_property
     def config(self) -> Any:
         """The configuration of the result."""
+        if self.is_ordinary:
+            return changed_config(self.dense_config, self.moe)
         return our_config(self.dense_config, self.moe)
 
     @cached_property
@@ -104,21 +111,33 @@ def make_plans(
     scope = scope or Scope()
     skeleton = meta_model(config)
     ffns = keep_dense(find_ffns(skeleton), scope.dense_layers)
-    shape = model_shape(ffns, scope)
+    shape = model_shape(ffns, scope, config)
     dense_macs = count_macs(skeleton, 1)
     base_model = public_name(name)
     made_with = versions()
     plans = []
     for moe in method.plans(shape, budget):
-        if moe.linears is not None and scope is not None and scope.dense_layers:
-            raise MoesaicError(
-                f"method {method.name!r} replaces linear layers in all layers; leave "
-                "out --dense-layers"
-            )
+        _check_scope(method, moe, scope)
         named = replace(moe, base_model=base_model, versions=made_with)
         plan = Plan(name, method, named, config, dense_macs)
         plans.append(plan)
     return plans
+
+
+def _check_scope(method: Method, moe: MoEConfig, scope: Scope) -> None:
+    """Raises MoesaicError for a choice of layers or experts that a method ignores."""
+    if moe.layers:
+        return
+    what = "linear layers in all layers" if moe.linears else "the whole model"
+    if scope.dense_layers:
+        raise MoesaicError(
+            f"method {method.name!r} changes {what}; leave out --dense-layers"
+        )
+    if scope.experts is not None or scope.min_tokens is not None:
+        raise MoesaicError(
+            f"method {method.name!r} changes {what}; leave out --experts and "
+            "--min-tokens"
+        )
 
 
 def make_plan(
@@ -176,7 +195,7 @@ def keep_dense(ffns: FFNs, dense_layers: tuple[int, ...]) -> FFNs:
     return ffns
 
 
-def model_shape(ffns: FFNs, scope: Scope) -> ModelShape:
+def model_shape(ffns: FFNs, scope: Scope, config: Any) -> ModelShape:
     """What methods are told of a model."""
     first_ffn = ffns.read(ffns.converted[0])
     ffn = shape_of(first_ffn)
@@ -189,6 +208,7 @@ def model_shape(ffns: FFNs, scope: Scope) -> ModelShape:
         identities=tuple(identities),
         outer=_outer_shape(ffns, ffn, scope),
         linears=linear_paths(ffns),
+        config=config.get_text_config().to_dict(),
     )
 
 
@@ -267,6 +287,7 @@ def our_config(dense_config: Any, moe: MoEConfig) -> Any:
         "transformers_version",
         "architectures",
         "_name_or_path",
+        "moesaic_conversion",
     }
     values = copy.copy(dense_config.to_dict())
     for key in derived:
@@ -276,6 +297,16 @@ def our_config(dense_config: Any, moe: MoEConfig) -> Any:
     config.moesaic = moe
     config.architectures = ["MoesaicForCausalLM"]
     config.auto_map = dict(_AUTO_MAP)
+    return config
+
+
+def changed_config(dense_config: Any, moe: MoEConfig) -> Any:
+    """The dense configuration with a method's changes, in its own class."""
+    assert moe.changes is not None
+    config = copy.deepcopy(dense_config)
+    text_config = config.get_text_config()
+    for name, value in moe.changes.items():
+        setattr(text_config, name, value)
     return config
 
 

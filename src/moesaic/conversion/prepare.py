@@ -83,7 +83,6 @@ def prepare(options: ConvertOptions) -> Prepared:
     if samples is None:
         samples = usual_samples(plans[0], length)
     check_needs(options.method)
-    check_can_hold(plans[0])
     _check_numbers(samples, length, options.seed)
     if options.output is not None:
         check_output(options.output, options.overwrite, options.resume)
@@ -108,19 +107,6 @@ def check_needs(method: Method) -> None:
             f"method {method.name!r} needs {', '.join(missing)}, and a conversion "
             f"gives {', '.join(sorted(GIVEN))} besides activations; take another "
             "method"
-        )
-
-
-def check_can_hold(plan: Plan) -> None:
-    """Raises MoesaicError for a plan whose result no configuration of ours holds.
-
-    So it is with methods that remove whole blocks: they write `convert` themselves,
-    and what they leave is not saved yet.
-    """
-    if not plan.moe.layers and plan.moe.linears is None:
-        raise MoesaicError(
-            f"method {plan.method.name!r} replaces neither FFNs nor linear layers; "
-            "such a result cannot be saved yet, take another method"
         )
 
 

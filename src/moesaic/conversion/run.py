@@ -8,7 +8,7 @@ computed under a mask: the same outputs, and faster than many small experts.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from moesaic.modeling import (
     install_linear,
     install_outer_shared,
 )
+from moesaic.output.draft import remembered
 from moesaic.progress import track
 
 
@@ -107,6 +108,13 @@ class Run:
                 self.stream.advance(layer)
             self.clock("advance")
         return reports
+
+    def remembered(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, as JSON; on --resume, what it gave before.
+
+        For choices that take long. Names must differ within a conversion.
+        """
+        return remembered(self.draft, f"remembered-{name}", compute)
 
     def _layers_in_order(self) -> Iterator[int]:
         """Every layer's number, while the layer is on the device; checks its inputs."""

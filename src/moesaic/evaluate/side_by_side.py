@@ -11,8 +11,9 @@ from torch import Tensor
 from moesaic.calibration.text import to_ids
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
-from moesaic.evaluate.work import active_ffn_fraction, is_converted
+from moesaic.evaluate.work import active_ffn_fraction
 from moesaic.families.load import (
+    base_model_of,
     load_config,
     load_model,
     load_tokenizer,
@@ -106,5 +107,5 @@ def evaluate(
 
 
 def _default_text(model: str, config: Any) -> str:
-    base = config.moesaic.base_model if is_converted(config) else model
+    base = base_model_of(config) or model
     return "demo" if base == "demo" else "wikitext2"

@@ -41,7 +41,7 @@ def _find_layers(model: Any) -> LayerStack:
         if not isinstance(module, nn.ModuleList):
             continue
         if len(module) == depth and depth >= 1:
-            return LayerStack(name, base, prefix, module, path)
+            return LayerStack(name, model, base, prefix, module, path)
     raise MoesaicError(
         f"{name}: no stack of {depth} layers found; supported are {SUPPORTED}"
     )

@@ -444,9 +444,14 @@ def source_of(model: Any) -> str | None:
     return f"{verb} from {path.name} ({header.quantisation})"
 
 
-def base_model_of(config: Any) -> str:
-    """What a converted model's configuration calls the dense model."""
-    return str(config.moesaic.base_model)
+def base_model_of(config: Any) -> str | None:
+    """What a configuration calls the model it was made from; None for a dense one."""
+    if config.model_type == "moesaic":
+        return str(config.moesaic.base_model)
+    provenance = getattr(config, "moesaic_conversion", None)
+    if not isinstance(provenance, dict):
+        return None
+    return str(provenance.get("base_model", ""))
 
 
 def dense_of(model: str | Path, config: Any) -> str | None:
@@ -456,9 +461,9 @@ def dense_of(model: str | Path, config: Any) -> str | None:
     beside its parent. None where it is not found, and for a dense model. Does not ask
     the hub.
     """
-    if config.model_type != "moesaic":
-        return None
     base = base_model_of(config)
+    if base is None:
+        return None
     hub_id = base.count("/") == 1
     if base == "demo" or hub_id:
         return base

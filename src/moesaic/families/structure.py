@@ -8,6 +8,7 @@ refused instead of converted wrongly.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class LayerStack:
     """Where a model keeps its layers; paths start at the base model."""
 
     name: str  # of the model's class, for messages
+    model: nn.Module
     base: nn.Module
     # Of the base model within the model, "" where they are the same.
     base_prefix: str
@@ -117,18 +119,26 @@ class FFNs(LayerStack):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Puts every module inside the layers back where it was."""
-        before = [
-            (module, dict(module._modules))
-            for layer in self.layers
-            for module in layer.modules()
-        ]
+        """Puts every module, parameter and attribute back where it was.
+
+        So is the configuration. Values inside tensors are not: nobody writes there.
+        """
+        config: Any = self.model.config
+        config_before = copy.deepcopy(vars(config))
+        before = []
+        for module in self.model.modules():
+            attributes = dict(vars(module))
+            for table in ("_modules", "_parameters", "_buffers"):
+                attributes[table] = dict(attributes[table])
+            before.append((module, attributes))
         try:
             yield
         finally:
-            for module, children in before:
-                for name, child in children.items():
-                    setattr(module, name, child)
+            for module, attributes in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+            vars(config).clear()
+            vars(config).update(config_before)
 
     def state_prefix(self, layer: int) -> str:
         """Where the state dict keeps what replaces this layer's FFN."""

@@ -72,7 +72,7 @@ class ModelShape:
 
     `layers` are those to convert. `path` leads from the base model to an FFN, with
     `{}` for the layer; `identities` to modules that a replacement makes superfluous,
-    `linears` to all linear layers.
+    `linears` to all linear layers. `config` is all that config.json says.
     """
 
     name: str
@@ -82,6 +82,7 @@ class ModelShape:
     identities: tuple[str, ...] = ()
     outer: OuterShape | None = None
     linears: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,20 @@ class Method(ABC):
 
     # Whether weights are fitted to tokens, so that others must be held out to judge.
     fits_weights: ClassVar[bool] = False
+
+    def sparsity_of(self, budget: Budget) -> float:
+        """The share to skip. Raises MoesaicError for a layout, and outside [0, 1)."""
+        if budget.layout is not None:
+            raise MoesaicError(
+                f"method {self.name!r} has no experts, so no layout {budget.layout}; "
+                "give a sparsity"
+            )
+        sparsity = budget.skipped
+        if not 0 <= sparsity < 1:
+            raise MoesaicError(
+                f"sparsity {sparsity} is outside [0, 1); 0.25 skips a quarter"
+            )
+        return sparsity
 
     def _check_setting(
         self, name: str, default: Any, metadata: Mapping[str, Any]
@@ -348,20 +363,11 @@ class LinearMethod(Method):
 
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
         """One plan, for a share of the weights. Raises MoesaicError for a layout."""
-        if budget.layout is not None:
-            raise MoesaicError(
-                f"method {self.name!r} has no experts, so no layout {budget.layout}; "
-                "give a sparsity"
-            )
+        sparsity = self.sparsity_of(budget)
         if shape.outer is not None:
             raise MoesaicError(
                 f"{shape.name} is a mixture of experts, and method {self.name!r} "
                 "replaces linear layers of dense models; take another method"
-            )
-        sparsity = budget.skipped
-        if not 0 <= sparsity < 1:
-            raise MoesaicError(
-                f"sparsity {sparsity} is outside [0, 1); 0.25 skips a quarter"
             )
         paths = self.chosen_paths(shape)
         for path in paths:
@@ -397,6 +403,56 @@ class LinearMethod(Method):
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
         """Replaces every linear layer, one decoder layer after the other."""
         return run.replace_linears(self)
+
+
+@dataclass(frozen=True)
+class ModelMethod(Method):
+    """A method whose result is a model of the same family: fewer blocks, or narrower.
+
+    It is saved as such, and stock transformers loads it. A subclass defines `changes`
+    and `convert`, which changes the model and its configuration in place and returns
+    reports of layers, or none. `convert` puts new modules or parameters into places and
+    leaves the dense tensors as they are: a comparison puts them back.
+    """
+
+    @abstractmethod
+    def changes(self, shape: ModelShape, sparsity: float) -> dict[str, Any]:
+        """What the configuration will say otherwise, `shape.config` being the dense one.
+
+        Raises MoesaicError, with the reason, where the method cannot skip that much.
+        """
+
+    @abstractmethod
+    def convert(
+        self, model: Any, calibration: Any, plan: Any, run: Any
+    ) -> list[Any]:
+        """Changes the model and its configuration; `run` keeps what is costly."""
+
+    def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
+        """One plan, for a share of the model. Raises MoesaicError for a layout."""
+        sparsity = self.sparsity_of(budget)
+        changes = self.changes(shape, sparsity)
+        return [
+            MoEConfig(
+                method=self.to_dict(),
+                layout=f"{sparsity:.0%} removed",
+                block=block_config(shape.ffn, None),
+                path=shape.path,
+                identities=(),
+                layers=(),
+                sizes=(),
+                changes=changes,
+            )
+        ]
+
+    def words(self, moe: MoEConfig) -> str:
+        changes = moe.changes or {}
+        parts = [
+            f"{name} {value}"
+            for name, value in changes.items()
+            if isinstance(value, int)
+        ]
+        return ", ".join(parts) or "as it was"
 
 
 def block_config(

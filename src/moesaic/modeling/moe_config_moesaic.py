@@ -249,6 +249,8 @@ class MoEConfig:
     - `layers`: those that were converted; `sizes`: of each of them
     - `linears`: only where linear layers were replaced
     - `outer`: only where the model was a mixture before
+    - `changes`: only where the result is a model of the dense one's family: what its
+      configuration says otherwise. Nothing else of this is needed to build it then
     - `base_model`, `source`, `calibration`, `versions`, `finetune`: how it was made
     """
 
@@ -261,6 +263,7 @@ class MoEConfig:
     sizes: tuple[Sizes, ...]
     outer: OuterConfig | None = None
     linears: LinearConfig | None = None
+    changes: dict[str, Any] | None = None
     base_model: str = ""
     source: str | None = None
     calibration: dict[str, Any] | None = None
@@ -335,6 +338,19 @@ class MoEConfig:
             key: value for key, value in values.items() if value is not None
         }
         return _plain(given)
+
+    def provenance(self) -> dict[str, Any]:
+        """How the model was made, for a configuration that is not ours."""
+        names = (
+            "method",
+            "layout",
+            "base_model",
+            "source",
+            "calibration",
+            "versions",
+        )
+        values = self.to_dict()
+        return {name: values[name] for name in names if name in values}
 
     @classmethod
     def from_dict(cls, values: Any) -> MoEConfig:

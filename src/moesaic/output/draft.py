@@ -17,7 +17,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,8 @@ def _made_by_us(folder: Path) -> bool:
     config_path = folder / "config.json"
     try:
         config = json.loads(config_path.read_text("utf-8"))
-        return bool(config["model_type"] == "moesaic")
+        is_ours = config["model_type"] == "moesaic"
+        return bool(is_ours or "moesaic_conversion" in config)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -244,6 +245,21 @@ def _check_same_run(draft: Path, run: dict[str, Any]) -> None:
                 f"{draft} was started with {key} = {before}, this run has {now}; run with "
                 "the same settings, or pass --overwrite"
             )
+
+
+def remembered(
+    draft: Path | None, name: str, compute: Callable[[], Any]
+) -> Any:
+    """What `compute` gives, which JSON must hold; what it gave in an earlier run, if it did."""
+    if draft is None:
+        return compute()
+    path = draft / f"{name}.json"
+    if path.is_file():
+        text = path.read_text("utf-8")
+        return json.loads(text)
+    value = compute()
+    write_file(path, json.dumps(value))
+    return value
 
 
 # --- converted layers --------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""Whole decoder blocks taken out of a model, which stays one of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from moesaic.families import find_ffns
+
+DEPTH = "num_hidden_layers"
+
+
+def block_changes(
+    config: Mapping[str, Any], kept: Sequence[int]
+) -> dict[str, Any]:
+    """What a configuration says otherwise once only these blocks are left.
+
+    Lists with an entry for each layer, such as `layer_types`, lose theirs too.
+    """
+    depth = config[DEPTH]
+    changes: dict[str, Any] = {DEPTH: len(kept)}
+    for name, value in config.items():
+        by_layer = isinstance(value, list) and "layer" in name
+        if by_layer and len(value) == depth:
+            changes[name] = [value[layer] for layer in kept]
+    return changes
+
+
+def keep_blocks(model: Any, kept: Sequence[int]) -> None:
+    """Takes all other blocks out of a model, in place, and out of its configuration.
+
+    What stays is numbered anew, as a cache counts layers. Costs no copy of a weight.
+    """
+    ffns = find_ffns(model)
+    config = model.config.get_text_config()
+    changes = block_changes(config.to_dict(), kept)
+    blocks = [ffns.layers[layer] for layer in kept]
+    for place, block in enumerate(blocks):
+        for module in block.modules():
+            attributes = vars(module)
+            if "layer_idx" in attributes:
+                attributes["layer_idx"] = place
+    parent_path, _, name = ffns.layers_path.rpartition(".")
+    parent = ffns.base.get_submodule(parent_path)
+    setattr(parent, name, nn.ModuleList(blocks))
+    for key, value in changes.items():
+        setattr(config, key, value)
