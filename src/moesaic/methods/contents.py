@@ -81,6 +81,15 @@ METHODS = {
             _OURS,
         ),
         Description(
+            "sleb",
+            "moesaic.methods.sleb:SLEB",
+            "Takes whole blocks out, the least missed one first; no routing.",
+            _EVERYWHERE,
+            "Song et al., SLEB: Streamlining LLMs through Redundancy Verification and "
+            "Elimination of Transformer Blocks, ICML 2024",
+            "https://arxiv.org/abs/2402.09025",
+        ),
+        Description(
             "random",
             "moesaic.methods.references:Random",
             "Random experts and a useless router: what every method has to beat.",

@@ -1,11 +1,15 @@
-"""Whole decoder blocks taken out of a model, which stays one of its family."""
+"""Whole decoder blocks taken out of a model, which stays one of its family.
+
+Shape suffixes: N windows, L tokens of a window.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moesaic.families import find_ffns
 
@@ -47,3 +51,20 @@ def keep_blocks(model: Any, kept: Sequence[int]) -> None:
     setattr(parent, name, nn.ModuleList(blocks))
     for key, value in changes.items():
         setattr(config, key, value)
+
+
+@torch.no_grad()
+def loss_without(model: Any, kept: Sequence[int], windows_NL: Tensor) -> float:
+    """The mean loss of the next token with these blocks only; the model stays as it is.
+
+    Costs a forward pass over the windows.
+    """
+    ffns = find_ffns(model)
+    total = 0.0
+    with ffns.restored():
+        keep_blocks(model, kept)
+        for window_L in windows_NL:
+            ids_1L = window_L[None].to(model.device)
+            output = model(input_ids=ids_1L, labels=ids_1L, use_cache=False)
+            total += float(output.loss)
+    return total / len(windows_NL)

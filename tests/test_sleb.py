@@ -1,0 +1,72 @@
+"""SLEB takes out what is missed least, and nothing where nothing is to go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moesaic
+from moesaic.errors import MoesaicError
+from moesaic.parts.blocks import keep_blocks, loss_without
+from tests.families import CONTEXT, tiny_model, tokens
+
+WINDOWS = tokens(6, CONTEXT, seed=1)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens(2, 48, seed=2), use_cache=False).logits
+
+
+def with_idle_block(layer: int) -> Any:
+    """A model one of whose blocks adds nothing."""
+    model = tiny_model("qwen3")
+    block = model.model.layers[layer]
+    block.self_attn.o_proj.weight.data.zero_()
+    block.mlp.down_proj.weight.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_a_block_that_adds_nothing_is_not_missed(idle: int) -> None:
+    model = with_idle_block(idle)
+    depth = len(model.model.layers)
+    kept = [block for block in range(depth) if block != idle]
+    expected = logits(model)
+    loss = loss_without(model, range(depth), WINDOWS)
+    assert loss_without(model, kept, WINDOWS) == pytest.approx(loss, rel=1e-6)
+    assert len(model.model.layers) == depth
+    assert model.config.num_hidden_layers == depth
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+    keep_blocks(model, kept)
+    assert len(model.model.layers) == depth - 1 == model.config.num_hidden_layers
+    torch.testing.assert_close(logits(model), expected)
+
+
+def test_the_greedy_choice_is_the_best_single_block() -> None:
+    """Against every block taken out by hand."""
+    dense = tiny_model("qwen3")
+    depth = len(dense.model.layers)
+    losses = []
+    for block in range(depth):
+        model = tiny_model("qwen3")
+        del model.model.layers[block]
+        for place, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = place
+        model.config.num_hidden_layers = depth - 1
+        with torch.no_grad():
+            loss = model(input_ids=WINDOWS, labels=WINDOWS, use_cache=False).loss
+        losses.append(float(loss))
+    best = losses.index(min(losses))
+    smaller, _ = moesaic.convert(dense, "sleb", calibration=WINDOWS, sparsity=1 / depth)
+    kept = tiny_model("qwen3").model.layers
+    left = [kept[block] for block in range(depth) if block != best]
+    for ours, theirs in zip(smaller.model.layers, left, strict=True):
+        assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
+
+
+def test_all_blocks_gone_is_refused() -> None:
+    with pytest.raises(MoesaicError, match="leaves none of"):
+        moesaic.convert(tiny_model("qwen3"), "sleb", calibration=WINDOWS, sparsity=0.99)
