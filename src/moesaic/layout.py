@@ -91,12 +91,14 @@ def layouts_for(
     intermediate_size: int,
     grain: str = "medium",
     experts: int | None = None,
+    shared: int | None = None,
 ) -> list[Layout]:
     """Layouts that leave out `sparsity` of the neurons for a token, the usual one first.
 
     Experts are as many as the grain allows, or half of that, of one size that divides the FFN
     with little left over; one is shared, or an eighth. With `experts` as many as a paper's
-    method has, and half of the active ones shared (S3A3E8 at 0.25, S2A2E8 at 0.5).
+    method has, and half of the active ones shared (S3A3E8 at 0.25, S2A2E8 at 0.5), or
+    `shared`.
     Raises MoesaicError for an unknown grain, and for a sparsity outside (0, 1) or out of reach.
     """
     if grain not in GRAINS:
@@ -109,7 +111,9 @@ def layouts_for(
     candidates = []
     if experts:
         half_of_active = round((1 - sparsity) * experts) // 2
-        candidates.append((experts, half_of_active))
+        if shared is None:
+            shared = half_of_active
+        candidates.append((experts, shared))
     else:
         most = GRAINS[grain]
         for count in (most, most // 2):
@@ -118,13 +122,13 @@ def layouts_for(
             candidates += [(total, 1), (total, total // 8)]
     active_neurons = (1 - sparsity) * intermediate_size
     layouts: list[Layout] = []
-    for total, shared in candidates:
+    for total, shared_experts in candidates:
         size = max(1, intermediate_size // total)  # as `sizes` has it
-        routed = total - shared
+        routed = total - shared_experts
         shared_neurons = intermediate_size - routed * size
         num_active = round((active_neurons - shared_neurons) / size)
         if shared_neurons >= 0 and 1 <= num_active < routed:
-            layout = Layout(shared, num_active, total)
+            layout = Layout(shared_experts, num_active, total)
             if layout not in layouts:
                 layouts.append(layout)
     if not layouts:

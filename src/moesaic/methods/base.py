@@ -234,8 +234,9 @@ class FFNMethod(Method):
     a layout, `sizes`.
     """
 
-    # The number of experts that a published method has, where it is part of it.
+    # The numbers of experts that a published method has, where they are part of it.
     experts: ClassVar[int | None] = None
+    shared_experts: ClassVar[int | None] = None
     # Whether several layouts of one sparsity are worth trying.
     searches_layouts: ClassVar[bool] = False
     # Whether layers can run different numbers of experts.
@@ -273,7 +274,11 @@ class FFNMethod(Method):
             return [budget.layout]
         neurons = shape.ffn.intermediate_size
         layouts = layouts_for(
-            budget.skipped, neurons, budget.grain, self.experts
+            budget.skipped,
+            neurons,
+            budget.grain,
+            self.experts,
+            self.shared_experts,
         )
         # A mixture's experts are many: a search would convert each for every layout.
         if self.searches_layouts and shape.outer is None:

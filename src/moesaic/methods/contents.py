@@ -81,6 +81,15 @@ METHODS = {
             _OURS,
         ),
         Description(
+            "emoe",
+            "moesaic.methods.emoe:EMoE",
+            "Experts of neurons with like gates, scored by their mean; no fitting.",
+            _EVERYWHERE,
+            "Qiu et al., Unlocking Emergent Modularity in Large Language Models, NAACL "
+            "2024",
+            "https://arxiv.org/abs/2310.10908",
+        ),
+        Description(
             "sleb",
             "moesaic.methods.sleb:SLEB",
             "Takes whole blocks out, the least missed one first; no routing.",

@@ -105,6 +105,37 @@ def contribution_kmeans(
 
 
 @torch.no_grad()
+def rows_kmeans(
+    row_ND: Tensor,
+    candidates_N: NDArray[np.int64],
+    num_routed: int,
+    rounds: int,
+    generator: np.random.Generator,
+) -> NDArray[np.int64]:
+    """Neurons of each expert (R, M), by rows of a weight matrix.
+
+    Squared-L2 k-means whose every round is an exact balanced assignment, from R random
+    rows. As in `balanced_kmeans`, the product with the centroid gives the same
+    assignment as the distance. Stops when an assignment repeats, after `rounds` at the
+    latest. Cost per round: 2 N D R FLOPs, then one N x R transportation problem.
+    """
+    seeds_R = generator.choice(len(row_ND), num_routed, replace=False)
+    centroid_RD = row_ND[torch.from_numpy(np.sort(seeds_R)).to(row_ND.device)]
+    size = len(row_ND) // num_routed
+    expert_N = np.full(len(candidates_N), -1)
+    for _ in range(rounds):
+        previous_N = expert_N
+        product_NR = row_ND @ centroid_RD.T
+        similarity_NR = product_NR.cpu().double().numpy()
+        expert_N = balanced_assignment(-similarity_NR)
+        if np.array_equal(expert_N, previous_N):
+            break
+        member_NR = one_hot(expert_N, num_routed, row_ND.device)
+        centroid_RD = member_NR.T @ row_ND / size
+    return members(candidates_N, expert_N, num_routed)
+
+
+@torch.no_grad()
 def reassign(
     statistics: Statistics,
     ffn: DenseFFN,

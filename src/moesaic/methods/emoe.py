@@ -1,0 +1,77 @@
+"""EMoE: experts of neurons whose keys are alike, scored by the mean of their keys.
+
+Source: Qiu et al., Unlocking Emergent Modularity in Large Language Models, NAACL 2024,
+Section 3. A neuron's key is its row of W_gate (of W_up where an FFN has no gate).
+Nothing is fitted to activations, and the router is a plain matrix.
+
+Shape suffixes: D hidden_size, N neurons to group, R routed experts, M neurons of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.families import DenseFFN
+from moesaic.methods.base import FFNShape, setting
+from moesaic.methods.contents import METHODS
+from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
+from moesaic.modeling import RouterConfig, new_router
+from moesaic.parts.clustering import rows_kmeans
+from moesaic.parts.importance import contribution
+from moesaic.parts.partition import Partition
+
+
+@dataclass(frozen=True)
+class EMoE(ExpertMethod):
+    """Balanced k-means on keys; the average-k router. No shared expert.
+
+    Where a layout has shared neurons all the same, they are those that add most.
+    """
+
+    description = METHODS["emoe"]
+    experts = 8
+    shared_experts = 0
+
+    kmeans_rounds: int = setting(20, "Rounds of balanced k-means, at most.", 1)
+
+    def router_config(self, ffn: FFNShape) -> RouterConfig:
+        return RouterConfig("linear", "topk")
+
+    def partition(self, fit: LayerFit) -> Partition:
+        contribution_F = contribution(fit.statistics, fit.ffn)
+        shared_S, others_N = split_shared(contribution_F, fit.sizes.shared)
+        index_N = torch.from_numpy(others_N).to(fit.device)
+        key_ND = keys(fit.ffn)[index_N]
+        experts_RM = rows_kmeans(
+            key_ND,
+            others_N,
+            fit.sizes.num_routed,
+            self.kmeans_rounds,
+            fit.generator,
+        )
+        return Partition(shared_S, experts_RM)
+
+    def make_router(self, fit: LayerFit) -> Any:
+        """Scores an expert by the mean gate pre-activation of its neurons."""
+        router: Any = new_router(fit.block, fit.sizes).to(fit.device)
+        experts_RM = torch.from_numpy(fit.partition.experts_RM).to(fit.device)
+        mean_RD = keys(fit.ffn)[experts_RM].mean(dim=1)
+        router.score_proj.weight.data = mean_RD.to(fit.dtype)
+        bias_F = fit.ffn.up_bias_F
+        if fit.ffn.gated:
+            bias_F = fit.ffn.gate_bias_F
+        if bias_F is not None:
+            mean_R = bias_F.float()[experts_RM].mean(dim=1)
+            router.selection_bias.copy_(mean_R)
+        return router
+
+
+def keys(ffn: DenseFFN) -> Tensor:
+    """The rows that decide whether a neuron fires (F, D), in float32."""
+    if ffn.gate_FD is None:
+        return ffn.up_FD.float()
+    return ffn.gate_FD.float()
