@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 USUAL_SPARSITY = 0.25
 LAYER_BUDGETS = ("uniform", "gradient")
+LINEARS = ("all", "ffn")
+REPAIRS = ("least-squares", "mean", "none")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,18 @@ class ModelShape:
     outer: OuterShape | None = None
     linears: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    def linears_where(self, where: str) -> tuple[str, ...]:
+        """All linear layers, or those of FFNs alone: `where` is one of LINEARS."""
+        if where == "all":
+            return self.linears
+        ffn_paths = (self.path, *self.identities)
+        inside = f"{self.path}."
+        return tuple(
+            path
+            for path in self.linears
+            if path in ffn_paths or path.startswith(inside)
+        )
 
 
 @dataclass(frozen=True)

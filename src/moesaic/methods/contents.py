@@ -81,6 +81,31 @@ METHODS = {
             _OURS,
         ),
         Description(
+            "flap",
+            "moesaic.methods.flap:Flap",
+            "Static pruning by fluctuation; an output bias keeps the pruned mean.",
+            _OURS,
+            "An et al., Fluctuation-based Adaptive Structured Pruning for Large "
+            "Language Models, AAAI 2024",
+            "https://arxiv.org/abs/2312.11983",
+        ),
+        Description(
+            "teal",
+            "moesaic.methods.teal:Teal",
+            "Every linear layer reads its inputs of largest magnitude only.",
+            _OURS,
+            "Liu et al., Training-Free Activation Sparsity in Large Language Models, "
+            "ICLR 2025",
+            "https://arxiv.org/abs/2408.14690",
+        ),
+        Description(
+            "wina",
+            "moesaic.methods.wina:Wina",
+            "Every linear layer reads the inputs that weigh most in it.",
+            _OURS,
+            "Chen et al., WINA: Weight Informed Neuron Activation for Accelerating "
+            "Large Language Model Inference",
+            "https://arxiv.org/abs/2505.19427",
             "emoe",
             "moesaic.methods.emoe:EMoE",
             "Experts of neurons with like gates, scored by their mean; no fitting.",

@@ -24,7 +24,12 @@ from torch import Tensor
 from moesaic.calibration.statistics import StatisticsKind
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
-from moesaic.methods.base import LAYER_BUDGETS, FFNShape, setting
+from moesaic.methods.base import (
+    LAYER_BUDGETS,
+    REPAIRS,
+    FFNShape,
+    setting,
+)
 from moesaic.methods.contents import METHODS
 from moesaic.methods.expert_method import (
     ExpertMethod,
@@ -57,7 +62,6 @@ from moesaic.parts.thresholds import budget_thresholds
 
 IMPORTANCE = ("contribution", "observability", "random", "variance")
 GROUPS = ("contribution-kmeans", "random")
-REPAIRS = ("least-squares", "mean", "none")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from moesaic.families import DenseFFN
 from moesaic.layout import GRAINS, Layout
 from moesaic.methods.base import (
     LAYER_BUDGETS,
+    REPAIRS,
     Budget,
     FFNShape,
     ModelShape,
@@ -37,7 +38,6 @@ from moesaic.methods.expert_method import (
     active_words,
     fit_repair,
 )
-from moesaic.methods.moesaic import REPAIRS
 from moesaic.modeling import (
     BlockConfig,
     MoEConfig,

@@ -123,8 +123,17 @@ def single_threshold(score_TR: Tensor, mean_active: int) -> float:
     up to ties. O(T R).
     """
     active = mean_active * len(score_TR)
-    below = score_TR.numel() - active
-    if below <= 0:
+    return threshold_above(score_TR, active)
+
+
+@torch.no_grad()
+def threshold_above(values: Tensor, count: int) -> float:
+    """The threshold that the `count` largest of all values exceed, up to ties.
+
+    It is the largest of the others; below any value where there are no others.
+    """
+    others = values.numel() - count
+    if others <= 0:
         return -ALWAYS
-    smallest = score_TR.flatten().kthvalue(below)
-    return float(smallest.values)
+    largest_other = values.flatten().kthvalue(others)
+    return float(largest_other.values)
