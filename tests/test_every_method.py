@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic.conversion import run as run_module
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.weight_bytes import count_bytes
 from moesaic.evaluate.work import count_macs
 from moesaic.methods.base import FFNMethod
 from moesaic.methods.load import load_method
@@ -99,6 +100,7 @@ def test_the_budget_is_kept(method: str) -> None:
     model, report = convert(tiny_model("qwen3"), method)
     moe = model.config.moesaic
     assert report.macs == count_macs(model, 1).total
+    assert report.bytes == count_bytes(model).total
     shares = shares_that_run(model)
     if moe.linears is not None:
         assert sum(shares) / len(shares) == pytest.approx(moe.linears.share, abs=0.05)
