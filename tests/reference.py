@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
+from torch import nn
 from torch.nn.functional import silu
+
+from moesaic.modeling import (
+    MoesaicExperts,
+    MoesaicNeurons,
+    MoesaicPairProjection,
+    MoesaicThresholdedLinear,
+)
 
 Matrices = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # gate (F, D), up, down (D, F)
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -296,6 +304,65 @@ def perplexity(model: Any, ids: torch.Tensor, sequence_length: int) -> tuple[flo
             -float(logits_LV[t].log_softmax(-1)[window_L[t + 1]]) for t in range(len(window_L) - 1)
         ]
     return math.exp(math.fsum(losses) / len(losses)), len(losses)
+
+
+# --- work --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def bytes_read(model: Any, token: int) -> float:
+    """Bytes of weights that one token meets: what every module reads is noted as it is called."""
+    notes: list[float] = []
+    handles = []
+
+    def on_call(module: Any, count: Callable[[Any, Any], float]) -> None:
+        def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            inputs = [*args, *kwargs.values()]
+            notes.append(count(inputs, output))
+
+        handles.append(module.register_forward_hook(note, with_kwargs=True))
+
+    # Only the rows of neurons that run are read of these, whoever computes more.
+    by_row = set()
+    for module in model.modules():
+        if isinstance(module, MoesaicNeurons):
+            by_row |= {module.up_proj, module.down_proj}
+            row = module.up_proj.weight[0].nbytes + module.down_proj.weight[0].nbytes
+            on_call(module.router, lambda _, score, row=row: int((score > 0).sum()) * row)
+
+    for module in model.modules():
+        if module in by_row or isinstance(module, nn.Embedding):
+            continue
+        if isinstance(module, MoesaicThresholdedLinear):
+            on_call(module, lambda x, _, m=module: columns_read(m, x[0]))
+        elif isinstance(module, MoesaicPairProjection):
+            size = module.inputs * module.outputs * module.weight.element_size()
+            on_call(module, lambda x, _, size=size: len(x[1]) * size)
+        elif isinstance(module, MoesaicExperts):
+            rows = (3 if module.has_gate else 2) * module.neurons
+            size = rows * module.down_proj[0, :, 0].nbytes
+            on_call(module, lambda x, _, size=size: x[1].numel() * size)
+        elif hasattr(module, "gate_up_proj") and not hasattr(module, "up_proj"):
+            if isinstance(module.gate_up_proj, nn.Parameter):  # a family's experts
+                size = module.gate_up_proj[0].nbytes + module.down_proj[0].nbytes
+                on_call(module, lambda x, _, size=size: x[1].numel() * size)
+        elif isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.ndim == 2:
+            on_call(module, lambda *_, m=module: m.weight.nbytes)
+    try:
+        model(input_ids=torch.tensor([[token]]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return math.fsum(notes)
+
+
+def columns_read(module: Any, x: torch.Tensor) -> float:
+    """Bytes of the columns of inputs that are above the threshold, one at a time."""
+    read = 0
+    for i, value in enumerate(x.flatten()):
+        if abs(float(value)) * float(module.input_scale[i]) > float(module.threshold):
+            read += module.weight[:, i].nbytes
+    return read
 
 
 # --- experts of one neuron ---------------------------------------------------------------------

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic.conversion import run as run_module
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.weight_bytes import count_bytes
 from moesaic.evaluate.work import count_macs
 from moesaic.families.load import dense_of, load_config
 from moesaic.methods.base import FFNMethod, ModelMethod
@@ -107,6 +108,7 @@ def test_the_budget_is_kept(method: str) -> None:
     """What runs on the calibration text is what the configuration says."""
     model, report = convert(tiny_model("qwen3"), method)
     assert report.macs == count_macs(model, 1).total
+    assert report.bytes == count_bytes(model).total
     if is_ordinary(method):
         assert report.macs < report.dense_macs
         return

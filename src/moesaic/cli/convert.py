@@ -23,7 +23,7 @@ from moesaic.cli.options import (
     typed_command,
 )
 from moesaic.cli.quiet import quieten
-from moesaic.cli.tables import macs_table, out, report_tables
+from moesaic.cli.tables import bytes_lines, macs_table, out, report_tables
 
 
 def convert_command(
@@ -147,7 +147,7 @@ def convert_command(
     choose_device(device)
     choose_dtype(dtype)
     if dry_run:
-        _dry_run(choices, target_ratio)
+        _dry_run(choices, target_ratio, dtype)
     else:
         _convert(choices, target_ratio, device, dtype)
 
@@ -189,11 +189,13 @@ def _convert(
         )
 
 
-def _dry_run(choices: dict[str, Any], target_ratio: float | None) -> None:
+def _dry_run(
+    choices: dict[str, Any], target_ratio: float | None, dtype: str
+) -> None:
     """Says what a conversion would do."""
     from moesaic.conversion.convert import dry_run
 
-    prepared = dry_run(**choices, target_ratio=target_ratio)
+    prepared = dry_run(**choices, target_ratio=target_ratio, dtype=dtype)
     output = choices["output"]
     plan = prepared.plans[0]
     if target_ratio is not None:
@@ -203,6 +205,7 @@ def _dry_run(choices: dict[str, Any], target_ratio: float | None) -> None:
         return
     title = f"{choices['model']}, {plan.label}: {plan.words}"
     macs_table(title, plan.dense_macs, plan.macs, 1)
+    bytes_lines(plan.dense_bytes, plan.bytes)
     if len(prepared.plans) > 1:
         layouts = ", ".join(plan.label for plan in prepared.plans)
         out.print(f"layouts to choose from: {layouts}")

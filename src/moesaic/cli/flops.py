@@ -8,7 +8,7 @@ import typer
 
 from moesaic.cli.options import Trust
 from moesaic.cli.quiet import quieten
-from moesaic.cli.tables import macs_table
+from moesaic.cli.tables import bytes_lines, macs_table
 from moesaic.errors import MoesaicError
 
 
@@ -39,18 +39,24 @@ def flops_command(
     ] = "cmoe",
     trust_remote_code: Trust = False,
 ) -> None:
-    """Count multiply-accumulates before and after a conversion. Needs no weights."""
+    """Count a model's work before and after a conversion. Needs no weights.
+
+    Multiply-accumulates of a text, and bytes of weights read for one token.
+    """
     quieten()
     from moesaic.conversion.options import make_budget
     from moesaic.conversion.plan import make_plan
+    from moesaic.evaluate.weight_bytes import count_bytes
     from moesaic.evaluate.work import count_macs, is_converted, meta_model
     from moesaic.families.load import load_config
     from moesaic.methods.load import load_method
 
     config = load_config(model, trust_remote_code)
     if is_converted(config):
-        converted = count_macs(meta_model(config), tokens)
+        skeleton = meta_model(config)
+        converted = count_macs(skeleton, tokens)
         macs_table(f"{model}, {config.moesaic.layout}", None, converted, tokens)
+        bytes_lines(None, count_bytes(skeleton))
         return
     method = load_method(recipe)
     if not method.saves:
@@ -62,3 +68,4 @@ def flops_command(
     dense = count_macs(meta_model(config), tokens)
     converted = count_macs(meta_model(plan.config), tokens)
     macs_table(f"{model}, {layout}: {plan.words}", dense, converted, tokens)
+    bytes_lines(plan.dense_bytes, plan.bytes)

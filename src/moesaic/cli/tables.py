@@ -15,11 +15,13 @@ from moesaic.cli.advice import loss_ratio, next_steps
 if TYPE_CHECKING:
     from moesaic.conversion.layer_error import LayerReport
     from moesaic.conversion.report import ConversionReport
+    from moesaic.evaluate.weight_bytes import WeightBytes
     from moesaic.evaluate.work import Macs
 
 out = Console(soft_wrap=True)
 
 BILLION = 1e9
+MILLION = 1e6
 
 # Lines of the table of work, with the words for those that do not explain themselves.
 MACS_PARTS = {
@@ -106,6 +108,22 @@ def macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
         out.print(
             f"without the routers of experts, as the paper counts: {without:.5g} GMACs"
         )
+
+
+def bytes_lines(dense: WeightBytes | None, ours: WeightBytes) -> None:
+    """Bytes of weights read for one token before (where given) and after."""
+    total = _megabytes(ours.total, None if dense is None else dense.total)
+    ffn = _megabytes(ours.ffn, None if dense is None else dense.ffn)
+    out.print(f"weights read for one token: {total}")
+    out.print(f"of them in FFNs, with their routers: {ffn}")
+
+
+def _megabytes(ours: float, dense: float | None) -> str:
+    megabytes = f"{ours / MILLION:,.1f} MB"
+    if dense is None:
+        return megabytes
+    change = ours / dense - 1
+    return f"{megabytes}, dense {dense / MILLION:,.1f} MB ({change:+.1%})"
 
 
 def _count(billions: float) -> str:
@@ -238,10 +256,12 @@ def _print_totals(report: ConversionReport) -> None:
             f"perplexity {report.perplexity:.3f}, dense {report.dense_perplexity:.3f}, "
             f"ratio {ratio:.3f} ({report.heldout}, {report.heldout_tokens} tokens)"
         )
-    change = report.macs / report.dense_macs - 1
+    macs_change = report.macs / report.dense_macs - 1
+    bytes_change = report.bytes / report.dense_bytes - 1
     out.print(
-        f"active FFN neurons {report.active_ffn_fraction:.1%}, multiply-accumulates "
-        f"per token {change:+.1%}, {report.seconds:.1f} s in all"
+        f"active FFN neurons {report.active_ffn_fraction:.1%}; for one token "
+        f"multiply-accumulates {macs_change:+.1%}, bytes of weights read "
+        f"{bytes_change:+.1%}; {report.seconds:.1f} s in all"
     )
 
 

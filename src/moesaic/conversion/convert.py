@@ -247,6 +247,8 @@ def _new_report(
         active_ffn_fraction=active_ffn_fraction(plan.config),
         dense_macs=plan.dense_macs.total,
         macs=plan.macs.total,
+        dense_bytes=plan.dense_bytes.total,
+        bytes=plan.bytes.total,
         search=search.tried,
         unit="neurons" if plan.sizes.expert == 1 else "experts",
     )
@@ -341,6 +343,7 @@ class _Conversion:
         self.report.shape = self.plan.words
         self.report.budgets = moe.budgets
         self.report.macs = self.plan.macs.total
+        self.report.bytes = self.plan.bytes.total
         self.report.active_ffn_fraction = active_ffn_fraction(self.plan.config)
 
     def _final_config(self) -> Any:

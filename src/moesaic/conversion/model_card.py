@@ -89,6 +89,9 @@ def _rows(
     macs = report.macs / 1e6
     dense_macs = report.dense_macs / 1e6
     work = f"{macs:.4g} M (dense {dense_macs:.4g} M)"
+    megabytes = report.bytes / 1e6
+    dense_megabytes = report.dense_bytes / 1e6
+    read = f"{megabytes:.4g} MB (dense {dense_megabytes:.4g} MB)"
     text = f"{report.calibration}, {report.tokens} tokens, seed {report.seed}"
     versions = [f"{name} {version}" for name, version in moe.versions.items()]
     return [
@@ -98,6 +101,7 @@ def _rows(
         ("Layout", f"{report.layout}: {report.shape}"),
         ("Active FFN neurons", f"{report.active_ffn_fraction:.1%} per token"),
         ("Multiply-accumulates per token", work),
+        ("Weights read for one token", read),
         ("Calibration", text),
         ("Perplexity", _perplexity(report)),
         ("Made with", ", ".join(versions)),

@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.conversion.options import Scope
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.weight_bytes import WeightBytes, count_bytes, oracle_bytes
 from moesaic.evaluate.work import Macs, count_macs, meta_model, oracle_macs
 from moesaic.families import FFNs, Mixtures, find_ffns
 from moesaic.layout import Layout
@@ -45,6 +46,7 @@ class Plan:
     moe: MoEConfig
     dense_config: Any
     dense_macs: Macs
+    dense_bytes: WeightBytes
 
     @property
     def layout(self) -> Layout:
@@ -86,7 +88,21 @@ class Plan:
         """Multiply-accumulates of one token in the result."""
         if not self.method.saves:
             return oracle_macs(self.dense_macs, self.dense_config, self.moe)
-        return count_macs(meta_model(self.config), 1)
+        return count_macs(self._skeleton, 1)
+
+    @cached_property
+    def bytes(self) -> WeightBytes:
+        """Bytes of weights that one token reads in the result."""
+        if not self.method.saves:
+            dense = meta_model(self.dense_config)
+            saved_weights = self.dense_macs.ffn - self.macs.ffn
+            return oracle_bytes(self.dense_bytes, dense, saved_weights)
+        return count_bytes(self._skeleton)
+
+    @cached_property
+    def _skeleton(self) -> Any:
+        """The result without its weights."""
+        return meta_model(self.config)
 
     def with_moe(self, moe: MoEConfig) -> Plan:
         """The same with another configuration."""
@@ -113,13 +129,14 @@ def make_plans(
     ffns = keep_dense(find_ffns(skeleton), scope.dense_layers)
     shape = model_shape(ffns, scope, config)
     dense_macs = count_macs(skeleton, 1)
+    dense_bytes = count_bytes(skeleton)
     base_model = public_name(name)
     made_with = versions()
     plans = []
     for moe in method.plans(shape, budget):
         _check_scope(method, moe, scope)
         named = replace(moe, base_model=base_model, versions=made_with)
-        plan = Plan(name, method, named, config, dense_macs)
+        plan = Plan(name, method, named, config, dense_macs, dense_bytes)
         plans.append(plan)
     return plans
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,14 +161,18 @@ def source_name(calibration: Any) -> str:
 def _read_config(options: ConvertOptions) -> Any:
     if not options.in_memory:
         resolve(options.model)
-        return load_config(options.model, options.trust_remote_code)
+        trust = options.trust_remote_code
+        return load_config(options.model, trust, options.dtype)
     get_head = getattr(options.model, "get_output_embeddings", None)
     if get_head is None or get_head() is None:
         raise MoesaicError(
             f"a {type(options.model).__name__} is no causal language model; load it "
             "with AutoModelForCausalLM, or pass its folder"
         )
-    return options.model.config
+    # The model may have been cast since its configuration was read.
+    config = copy.copy(options.model.config)
+    config.dtype = options.model.dtype
+    return config
 
 
 def _check_numbers(samples: int, length: int, seed: int) -> None:

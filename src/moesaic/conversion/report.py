@@ -26,6 +26,8 @@ class ConversionReport:
     active_ffn_fraction: float
     dense_macs: float  # per token
     macs: float
+    dense_bytes: float  # of weights read for one token
+    bytes: float
     unit: str = "experts"  # or neurons, where each is an expert
     dense_perplexity: float | None = None
     perplexity: float | None = None

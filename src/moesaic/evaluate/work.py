@@ -44,8 +44,12 @@ class Macs:
 
     @property
     def total(self) -> float:
-        routers = self.router + self.sub_router
-        return self.attention + self.ffn + routers + self.head
+        return self.attention + self.ffn_and_routers + self.head
+
+    @property
+    def ffn_and_routers(self) -> float:
+        """What stands in the place of FFNs."""
+        return self.ffn + self.router + self.sub_router
 
 
 def meta_model(config: Any) -> Any:
@@ -133,14 +137,16 @@ def _skipped_inputs(model: Any) -> _Skipped:
     moe: MoEConfig = model.config.moesaic
     if moe.linears is None:
         return _Skipped()
-    _, _, ffn_path = moe.path.partition("{}.")
+    # An FFN in parts, as OPT's, has more than one path.
+    patterns = (moe.path, *moe.identities)
+    ffn_paths = [pattern.partition("{}.")[2] for pattern in patterns]
     ffn = 0.0
     attention = 0.0
     for name, module in model.named_modules():
         if not isinstance(module, MoesaicThresholdedLinear):
             continue
         skipped = module.weight.numel() - module.active_weights()
-        if f".{ffn_path}." in name:
+        if any(f".{path}." in f"{name}." for path in ffn_paths):
             ffn += skipped
         else:
             attention += skipped

@@ -136,8 +136,13 @@ def window_length(configs: list[Any], length: int | None) -> int:
     return length
 
 
-def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model, or of a config.json on its own."""
+def load_config(
+    model: str | Path, trust_remote_code: bool = False, dtype: str = "auto"
+) -> Any:
+    """The configuration of a model, or of a config.json on its own.
+
+    It says the dtype that `load_model` would load the weights in.
+    """
     path = Path(model)
     is_config = path.is_file() and path.suffix == ".json"
     where = str(path) if is_config else resolve(model)
@@ -155,6 +160,9 @@ def load_config(model: str | Path, trust_remote_code: bool = False) -> Any:
         raise _cannot_load(model, error) from error
     if _is_gguf(Path(where)):
         _clear_gguf_marks(config, where)
+        config.dtype = read_header(Path(where)).dtype
+    if dtype != "auto":
+        config.dtype = choose_dtype(dtype)
     if config.model_type == "moesaic":
         check_converted(config, str(model))
     return config

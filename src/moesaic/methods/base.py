@@ -406,7 +406,7 @@ class LinearMethod(Method):
                 layout=f"{sparsity:.0%} sparse",
                 block=block_config(shape.ffn, None),
                 path=shape.path,
-                identities=(),
+                identities=shape.identities,
                 layers=(),
                 sizes=(),
                 linears=linears,

@@ -106,6 +106,8 @@ METHODS = {
             "Chen et al., WINA: Weight Informed Neuron Activation for Accelerating "
             "Large Language Model Inference",
             "https://arxiv.org/abs/2505.19427",
+        ),
+        Description(
             "emoe",
             "moesaic.methods.emoe:EMoE",
             "Experts of neurons with like gates, scored by their mean; no fitting.",

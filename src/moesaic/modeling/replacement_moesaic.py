@@ -50,6 +50,36 @@ class MoesaicReplacement(nn.Module):
         """Weights of its routers that one token is multiplied with."""
         return 0.0
 
+    def weight_bytes(self) -> float:
+        """Bytes of all these weights, as they are stored, routers included.
+
+        An override where not all weights of a router, or not all others, have one
+        dtype. Raises NotImplementedError where no parameter holds them.
+        """
+        in_routers: dict[int, Tensor] = {}
+        for router in self.router_modules().values():
+            for parameter in router.parameters():
+                in_routers[id(parameter)] = parameter
+        others = [
+            parameter
+            for parameter in self.parameters()
+            if id(parameter) not in in_routers
+        ]
+        own = self._stored(self.active_weights(), others)
+        routers = self._stored(self.router_weights(), [*in_routers.values()])
+        return own + routers
+
+    def _stored(self, weights: float, parameters: list[Tensor]) -> float:
+        """Bytes of so many weights out of these parameters."""
+        if not weights:
+            return 0.0
+        if not parameters:
+            kind = type(self).__name__
+            raise NotImplementedError(f"{kind} counts no bytes of its weights")
+        # The largest is a matrix; scales beside it may be in float32.
+        largest = max(parameters, key=lambda parameter: parameter.numel())
+        return weights * largest.element_size()
+
     def router_modules(self) -> dict[str, nn.Module]:
         """Its routers, by the name each has within it."""
         return {}
