@@ -407,3 +407,29 @@ def sketch_error(
     wanted_TF = centred_TD @ up_FD.double().T * weight_F.double().sqrt()
     singular = torch.linalg.svdvals(wanted_TF)
     return float(singular[directions:].square().sum()) / len(x_TD)
+
+
+# --- Questions: the probability of an answer ----------------------------------------------------
+
+
+def answer_log_probability(model: Any, tokenizer: Any, prompt: str, answer: str) -> float:
+    """Sum of the log probabilities of an answer's tokens, each predicted on its own."""
+    ids = tokenizer.encode(prompt + answer)
+    total = 0.0
+    for position in range(len(tokenizer.encode(prompt)), len(ids)):
+        before = torch.tensor([ids[:position]])
+        with torch.no_grad():
+            logits_V = model(input_ids=before, use_cache=False).logits[0, -1].double()
+        total += float(logits_V.log_softmax(0)[ids[position]])
+    return total
+
+
+def write_on(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
+    """The most probable next token, again and again, without a cache."""
+    ids = tokenizer.encode(prompt)
+    start = len(ids)
+    for _ in range(tokens):
+        with torch.no_grad():
+            logits_V = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        ids.append(int(logits_V.argmax()))
+    return tokenizer.decode(ids[start:])

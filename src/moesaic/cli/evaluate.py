@@ -1,9 +1,10 @@
-"""`moesaic eval`: perplexity of a model, beside the dense one it came from."""
+"""`moesaic eval`: perplexity or answers of a model, beside the dense one it came from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,14 @@ from moesaic.cli.options import (
     write_json,
 )
 from moesaic.cli.quiet import quieten
-from moesaic.cli.tables import ACTIVE_FFN, PERPLEXITY, explained, folded, out
+from moesaic.cli.tables import (
+    ACTIVE_FFN,
+    PERPLEXITY,
+    explained,
+    folded,
+    out,
+    tasks_table,
+)
 from moesaic.errors import MoesaicError
 from moesaic.progress import progress
 
@@ -49,22 +57,80 @@ def evaluate_command(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Dense model to compare with on the same text; none: do not compare. "
+            help="Model to compare with on the same text or questions; none: do not compare. "
             "[default: the model that was converted]"
         ),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask questions instead, with commas: piqa, winogrande, arc_easy, "
+            "arc_challenge, hellaswag, mmlu, gsm8k, humaneval. "
+            "Needs pip install 'moesaic[tasks]'."
+        ),
+    ] = None,
+    fewshot: Annotated[
+        int | None,
+        typer.Option(
+            help="Questions with their answers shown before each question. "
+            "[default: the paper's: 5 for mmlu, 8 for gsm8k, else 0]"
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            help="Ask only so many questions of each task, evenly spaced. Of mmlu so many "
+            "in all: each subject gives its share."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Answers computed at once, or auto: 8 on a CPU, what fits on a GPU. "
+            "[default: auto]"
+        ),
+    ] = None,
+    task_data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the questions as TASK.SPLIT.jsonl. [default: the hub's]"
+        ),
+    ] = None,
+    allow_code_execution: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code-execution",
+            help="Run what the model writes for humaneval, under limits, on this machine.",
+        ),
+    ] = False,
     json_file: JsonFile = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     trust_remote_code: Trust = False,
 ) -> None:
-    """Measure perplexity on text, beside the dense model's. Lower is better.
+    """Measure perplexity on text, or ask questions, beside the dense model.
 
-    The text is cut into windows that do not overlap.
+    Text is cut into windows that do not overlap. Questions are asked by EleutherAI's
+    lm-evaluation-harness.
     """
     check_json_file(json_file)
+    only_text = {
+        "--text": text,
+        "--sequence-length": sequence_length,
+        "--max-tokens": max_tokens,
+    }
+    only_tasks = {
+        "--fewshot": fewshot,
+        "--limit": limit,
+        "--batch-size": batch_size,
+        "--task-data": task_data,
+        "--allow-code-execution": allow_code_execution or None,
+    }
+    if tasks is None:
+        _check_unused(only_tasks, "measures perplexity on text; name --tasks")
+    else:
+        _check_unused(only_text, "asks questions; measure text in another run")
     quieten()
-    from moesaic.evaluate import evaluate
     from moesaic.families.load import choose_device
 
     compute = choose_device(device)
@@ -72,6 +138,28 @@ def evaluate_command(
         against = _default_dense(model, trust_remote_code)
     elif against == "none":
         against = None
+    if tasks is not None:
+        from moesaic.evaluate.tasks import evaluate_tasks
+
+        result = evaluate_tasks(
+            model,
+            [name.strip() for name in tasks.split(",") if name.strip()],
+            against=against,
+            fewshot=fewshot,
+            limit=limit,
+            batch_size=_batch_size(batch_size),
+            task_data=task_data,
+            allow_code_execution=allow_code_execution,
+            device=compute,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        tasks_table(result)
+        write_json(json_file, result)
+        return
+
+    from moesaic.evaluate import evaluate
+
     with ExitStack() as bars:
 
         def begin(name: str, tokens: int) -> Callable[[int], None]:
@@ -91,6 +179,22 @@ def evaluate_command(
         )
     _print(result)
     write_json(json_file, result)
+
+
+def _check_unused(options: Mapping[str, object], what: str) -> None:
+    """Refuses options that the other kind of measurement has."""
+    for option, value in options.items():
+        if value is not None:
+            raise MoesaicError(f"{option} does not go with a run that {what}")
+
+
+def _batch_size(text: str | None) -> int | str:
+    if text is None:
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _default_dense(model: str, trust_remote_code: bool) -> str | None:

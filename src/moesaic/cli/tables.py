@@ -51,6 +51,14 @@ ACTIVE_FFN = "active FFN: share of the FFN neurons that a token computes"
 MAX_LOAD = "load max/mean: tokens of the most used expert, over the mean of all"
 DEAD = "dead: experts that hardly any token runs"
 
+# What a task may be measured by.
+TASK_METRICS = {
+    "acc": "acc: the answer to which the model gives the highest probability is right",
+    "acc_norm": "acc_norm: the same, log probabilities divided by the answers' lengths",
+    "exact_match": "exact_match: the number that the model writes after #### is right",
+    "pass@1": "pass@1: the program that the model writes passes its tests",
+}
+
 # What the columns of a conversion's layers mean.
 MEANING = {
     "error": "error: of the layer's output on held-out tokens, over the output's energy",
@@ -297,3 +305,81 @@ def comparison_table(result: dict[str, Any]) -> None:
     out.print(f"dense perplexity: {bases}")
     for line in result["remarks"]:
         out.print(line)
+
+
+def tasks_table(result: dict[str, Any]) -> None:
+    """Scores of one model, and of another beside it where there is one."""
+    rows = result["tasks"]
+    other = result.get("against")
+    heads = ["score"]
+    meanings = [
+        TASK_METRICS[metric]
+        for metric in TASK_METRICS
+        if any(row["metric"] == metric for row in rows.values())
+    ]
+    meanings += [
+        "shots: questions with their answers shown before each question",
+        "score: percent of the questions, and its standard error",
+    ]
+    if other is not None:
+        heads = ["score", "against", "difference"]
+        meanings += [
+            f"against: {other['model']}",
+            "difference: on the same questions, and its standard error",
+        ]
+    table = explained(
+        "task",
+        "metric",
+        "shots",
+        "questions",
+        *heads,
+        title=result["model"],
+        meanings=meanings,
+    )
+    for task, row in rows.items():
+        table.add_row(
+            task,
+            row["metric"],
+            str(row["shots"]),
+            f"{row['questions']:,} of {row['of']:,}",
+            *_scores(result, ("tasks", task)),
+        )
+    if "mean" in result:
+        scores = _scores(result, ("mean",))
+        table.add_row("mean of the five", "", "", "", *scores)
+    out.print(table)
+    for part in (result, other or {}):
+        _print_cut(part)
+
+
+def _scores(result: dict[str, Any], place: tuple[str, ...]) -> list[str]:
+    """A model's score, the other's, and the difference, as far as there are any."""
+    cells = [_percent(_at(result, place))]
+    if "against" in result:
+        cells.append(_percent(_at(result["against"], place)))
+        cells.append(_percent(_at(result["difference"], place), sign="+"))
+    return cells
+
+
+def _at(values: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    for key in place:
+        values = values[key]
+    return values
+
+
+def _percent(row: dict[str, Any], sign: str = "") -> str:
+    score = format(100 * row["score"], f"{sign}.1f")
+    error = row["standard_error"]
+    if error is None:
+        return score
+    return f"{score} ± {100 * error:.1f}"
+
+
+def _print_cut(part: dict[str, Any]) -> None:
+    """Says where prompts did not fit the context."""
+    for task, row in part.get("tasks", {}).items():
+        if row["cut"]:
+            out.print(
+                f"{task}: {row['cut']:,} prompts did not fit the {part['context']:,} "
+                f"tokens that {part['model']} reads; their beginning was cut off"
+            )

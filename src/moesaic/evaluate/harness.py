@@ -1,0 +1,361 @@
+"""EleutherAI's lm-evaluation-harness, as far as it is used here.
+
+The one module that imports it: it is an extra, and takes seconds to import.
+Source: https://github.com/EleutherAI/lm-evaluation-harness, version 0.4.13.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.api.task
+import lm_eval.tasks
+import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from moesaic.errors import MoesaicError
+from moesaic.evaluate.code_execution import passes
+from moesaic.evaluate.task_data import (
+    MMLU_PREFIX,
+    check_subjects,
+    overrides,
+)
+from moesaic.progress import Ticker, progress
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+# Where the harness defines our tasks. To read all of its 14,000 takes half a minute.
+_FOLDERS = (
+    "piqa",
+    "winogrande",
+    "arc",
+    "hellaswag",
+    "mmlu/default",
+    "gsm8k",
+    "humaneval",
+)
+_SEED = 1234  # of the examples shown; the harness's own
+_USUAL_ANSWER = (
+    256  # tokens that the harness lets a model write, unless a task says
+)
+_CPU_BATCH = 8
+
+
+class Model(HFLM):  # type: ignore[misc]
+    """A loaded model as the harness asks it, with our progress instead of its bars.
+
+    Log probabilities are taken in float32, whatever the model's number format: in
+    bfloat16 their sums would be rounded to steps of a half and more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: Any,
+        context: int,
+        batch_size: int | str,
+    ) -> None:
+        on_cpu = model.device.type == "cpu"
+        if batch_size == "auto" and on_cpu:
+            # The harness finds the largest batch by running out of memory.
+            batch_size = _CPU_BATCH
+        super().__init__(
+            pretrained=model,
+            tokenizer=tokenizer,
+            backend="causal",
+            max_length=context,
+            batch_size=batch_size,
+            softmax_dtype="float32",
+        )
+        self.shown_name = name
+        self.task = ""  # what it is asked now, for the progress
+
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = True
+    ) -> Any:
+        with self._told(len(requests)):
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+    def generate_until(
+        self, requests: list[Any], disable_tqdm: bool = True
+    ) -> Any:
+        with self._told(len(requests)):
+            return super().generate_until(requests, disable_tqdm=True)
+
+    @contextmanager
+    def _told(self, answers: int) -> Iterator[None]:
+        with progress(f"{self.task}, {self.shown_name}", answers) as advance:
+            self.set_cache_hook(_Counter(advance))
+            yield
+
+
+class _Counter:
+    """What the harness tells of every answer; it is meant for a cache."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self.advance = advance
+
+    def add_partial(self, *unused: object) -> None:
+        self.advance(1)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One model's answers to one part of a task."""
+
+    scores: list[float]  # of the metric shown, a question each
+    cut: int  # questions whose prompt did not fit the context
+    values: dict[str, Any]  # every metric, as the harness names it
+
+
+def load_task(
+    task: str, shots: int, task_data: Path | None, scratch: Path
+) -> dict[str, Task]:
+    """The parts of a task with their questions: one, or a part per subject of MMLU.
+
+    Raises MoesaicError where questions cannot be read, or are too few for the shots.
+    """
+    datasets.disable_progress_bars()
+    manager = _manager()
+    changes: dict[str, dict[str, Any]]
+    if task_data is not None:
+        changes = overrides(task_data, task, shots, scratch)
+    elif task == "mmlu":
+        changes = {name: {} for name in _subjects(manager)}
+    else:
+        changes = {task: {}}
+    if task == "mmlu":
+        check_subjects(list(changes), _subjects(manager))
+
+    parts = {}
+    for name, change in changes.items():
+        definition = _definition(manager, name, change, scratch)
+        parts[name] = _load_part(manager, name, definition, task_data)
+        _set_shots(task, parts[name], shots)
+    return parts
+
+
+def task_version(task: str, parts: dict[str, Task]) -> Any:
+    """The version of a task; of MMLU that of the group of its subjects."""
+    if task == "mmlu":
+        return _manager().task_index[task].cfg["metadata"]["version"]
+    return parts[task].VERSION
+
+
+def _manager() -> TaskManager:
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = [root / folder for folder in _FOLDERS]
+    return TaskManager(include_defaults=False, include_path=folders)
+
+
+def _subjects(manager: TaskManager) -> list[str]:
+    return [
+        name for name in manager.all_subtasks if name.startswith(MMLU_PREFIX)
+    ]
+
+
+def _definition(
+    manager: TaskManager, name: str, change: dict[str, Any], scratch: Path
+) -> str | dict[str, Any]:
+    """What the harness loads a task by: its name, a file that includes it, a dictionary."""
+    stock = manager.task_index[name]
+    if name == "humaneval":
+        # Its own scorer is fetched from the hub, and runs what the model wrote in a
+        # process that forks from this one. The prompt and where answers end stay.
+        return {
+            **stock.cfg,
+            **change,
+            "process_results": _score_program,
+            "metric_list": [
+                {
+                    "metric": "pass@1",
+                    "aggregation": "mean",
+                    "higher_is_better": True,
+                }
+            ],
+            "filter_list": None,
+        }
+    if not change:
+        return name
+    path = scratch / f"{name}.yaml"
+    including = {"include": str(stock.yaml_path), "task": name, **change}
+    path.write_text(yaml.safe_dump(including))
+    return str(path)
+
+
+def _load_part(
+    manager: TaskManager,
+    name: str,
+    definition: str | dict[str, Any],
+    task_data: Path | None,
+) -> Task:
+    try:
+        return manager.load([definition])["tasks"][name]
+    except Exception as error:  # datasets raises many kinds for one cause
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        if task_data is None:
+            raise MoesaicError(
+                f"the questions of {name} cannot be fetched from the hub ({reason}); "
+                "name a folder that holds them by --task-data"
+            ) from error
+        raise MoesaicError(
+            f"the questions of {name} in {task_data} are not as in the data set on "
+            f"the hub ({reason})"
+        ) from error
+
+
+def _set_shots(task: str, part: Task, shots: int) -> None:
+    part.set_config("num_fewshot", shots)
+    if shots == 0:
+        return
+    examples = len(part.sampler.df)
+    if shots > examples:
+        raise MoesaicError(
+            f"--fewshot {shots}: {task} has {examples} examples to show"
+        )
+
+
+def _score_program(doc: dict[str, Any], answers: list[str]) -> dict[str, float]:
+    """Whether the function that a model went on writing passes HumanEval's tests."""
+    check = f"check({doc['entry_point']})"
+    function = doc["prompt"] + answers[0]
+    program = "\n".join([function, doc["test"], check])
+    return {"pass@1": float(passes(program))}
+
+
+def first_requests(part: Task) -> list[Instance]:
+    """What the model is asked for the first question of a part."""
+    part.set_fewshot_seed(seed=_SEED)
+    doc = part.eval_docs[0]
+    prompt = part.fewshot_context(
+        doc,
+        num_fewshot=part.config.num_fewshot,
+        gen_prefix=part.doc_to_prefix(doc),
+    )
+    metadata = (part.task_name, 0, 1)
+    requests = part.construct_requests(doc=doc, ctx=prompt, metadata=metadata)
+    return requests if isinstance(requests, list) else [requests]
+
+
+def tokens_needed(request: Instance, tokenizer: Any) -> int:
+    """Positions of a context that a prompt and its answer take."""
+    if request.request_type == "generate_until":
+        prompt, options = request.args
+        answer = options.get("max_gen_toks", _USUAL_ANSWER)
+        return len(tokenizer.encode(prompt)) + int(answer)
+    prompt, choice = request.args
+    # Nothing is predicted from the last token.
+    return len(tokenizer.encode(prompt + choice)) - 1
+
+
+def split_of(part: Task) -> str:
+    """The split whose questions are asked."""
+    return str(part.config.test_split or part.config.validation_split)
+
+
+def ask(
+    lm: Any,
+    parts: dict[str, Task],
+    chosen: dict[str, list[int]],
+    metric: str,
+    way: str,
+) -> dict[str, Answers]:
+    """Asks a model those questions of a task's parts whose numbers are `chosen`.
+
+    `metric` is the one whose scores are kept question by question, and `way` the
+    harness's name for how an answer is read. The same questions come with the same
+    examples every time. A part of which none is chosen is left out.
+    """
+    asked = {}
+    numbers = {}
+    for name, part in parts.items():
+        if name not in chosen:
+            continue
+        part.set_fewshot_seed(seed=_SEED)
+        asked[name] = part
+        # To look every number up in a list takes long where all are chosen.
+        if len(chosen[name]) < len(part.eval_docs):
+            numbers[name] = chosen[name]
+    count = sum(len(chosen[name]) for name in asked)
+    with (
+        _prompts_told(f"{lm.task}: prompts", count),
+        redirect_stdout(StringIO()),  # the harness prints what batch it found
+    ):
+        found = evaluate(
+            lm=lm,
+            task_dict={"tasks": asked},
+            samples=numbers,
+            confirm_run_unsafe_code=True,  # asked for before a model is loaded
+        )
+    answers = {}
+    for name, part in asked.items():
+        scores = [
+            float(sample[metric])
+            for sample in found["samples"][name]
+            if sample["filter"] == way
+        ]
+        values = {
+            key: value
+            for key, value in found["results"][name].items()
+            if "," in key
+        }
+        answers[name] = Answers(scores, count_cut(part, lm), values)
+    return answers
+
+
+@contextmanager
+def _prompts_told(description: str, total: int) -> Iterator[None]:
+    """Our progress in the place of the bars that the harness shows while it writes prompts.
+
+    One for all parts of a task: MMLU has 57. It ends with the last prompt, for a terminal
+    shows one bar at a time.
+    """
+    ticker = Ticker(description, total)
+
+    def tell(docs: Iterable[Any], **unused: Any) -> Iterator[Any]:
+        for doc in docs:
+            yield doc
+            ticker.advance()
+            if ticker.done == total:
+                ticker.stop()
+
+    theirs = lm_eval.api.task.tqdm
+    lm_eval.api.task.tqdm = tell
+    try:
+        yield
+    finally:
+        lm_eval.api.task.tqdm = theirs
+        ticker.stop()
+
+
+def count_cut(part: Task, lm: Any) -> int:
+    """Questions that did not fit the context: the harness cuts the start of their prompt.
+
+    Costs tokenising a prompt for each question that was asked last.
+    """
+    longest: dict[int, Instance] = {}
+    for request in part.instances:
+        other = longest.get(request.doc_id)
+        if other is None or _characters(request) > _characters(other):
+            longest[request.doc_id] = request
+    return sum(
+        tokens_needed(request, lm.tokenizer) > lm.max_length
+        for request in longest.values()
+    )
+
+
+def _characters(request: Instance) -> int:
+    return sum(len(text) for text in request.args if isinstance(text, str))
