@@ -27,3 +27,14 @@ def shared() -> Path:
     if not (SHARED / "models").is_dir():
         pytest.skip(f"needs the small real models, which lie in {SHARED}; that folder is absent")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct in bfloat16."""
+    from benchmarks.smollm2_model import smollm2_folder
+
+    folder = smollm2_folder()
+    if folder is None:
+        pytest.skip("needs the real model of the benchmarks; run make smollm2")
+    return folder

@@ -11,7 +11,7 @@ import pytest
 
 import moesaic
 from moesaic.cli.main import main
-from moesaic.comparison.compare import REFERENCES
+from moesaic.comparison.compare import REFERENCES, _outlook
 from moesaic.comparison.entries import METHOD, REFERENCE
 from moesaic.comparison.rows import Cell, ranked, remarks
 from moesaic.conversion.run import Run
@@ -90,6 +90,18 @@ def test_it_writes_table_and_plot_and_resumes(
         assert new["ratio"]["demo"] == pytest.approx(old["ratio"]["demo"], rel=1e-6)
     with pytest.raises(MoesaicError, match="texts"):
         moesaic.compare("demo", ["cmoe"], output=folder, resume=True, **SMALL | {"max_tokens": 128})
+
+
+def test_a_long_comparison_says_how_far_it_is() -> None:
+    """Which conversion of how many, and the time left by the mean of those before."""
+    told: list[str] = []
+    methods = ["static", "random"]
+    small = SMALL | {"seeds": 1}
+    moesaic.compare("demo", methods, references=(), progress=told.append, **small)
+    assert told[0] == "dense: evaluating"
+    assert told[1].endswith("(1 of 2)")
+    assert told[2].endswith("(2 of 2, under a minute left)")
+    assert _outlook(2, 5, seconds=240.0) == "3 of 5, 6 min left"
 
 
 def test_static_may_spend_the_routers_work_too() -> None:

@@ -40,6 +40,7 @@ from moesaic.families.load import (
 from moesaic.methods.base import FFNMethod, Method
 from moesaic.methods.load import load_method
 from moesaic.output.atomic import write_file
+from moesaic.progress import duration
 
 # What every comparison is measured against.
 REFERENCES = ("static", "static-repaired", "random", "oracle", "neuron-oracle")
@@ -163,24 +164,36 @@ def run_comparison(
         results.write()
     left_out = list(planned.left_out)
     trials = _Trials(dense, ffns, device, evaluation)
-    keys = []
-    for entry in planned.entries:
-        for seed, calibration_set in enumerate(calibration_sets):
-            key = entry.key(seed)
-            keys.append(key)
-            if key in results.cells:
-                continue
-            name = f"{entry.label}, {entry.plan.label}, seed {seed}"
-            progress(name)
-            try:
-                cell = trials.cell(entry, calibration_set, seed)
-            except MoesaicError as error:
-                # One that diverges must not cost the others.
-                left_out.append(f"without {name}: {error}")
-                continue
-            results.cells[key] = cell
-            results.write()
+    cells = [(entry, seed) for entry in planned.entries for seed in seeds]
+    keys = [entry.key(seed) for entry, seed in cells]
+    missing = [
+        (entry, seed)
+        for entry, seed in cells
+        if entry.key(seed) not in results.cells
+    ]
+    started = time.perf_counter()
+    for done, (entry, seed) in enumerate(missing):
+        name = f"{entry.label}, {entry.plan.label}, seed {seed}"
+        seconds = time.perf_counter() - started
+        progress(f"{name} ({_outlook(done, len(missing), seconds)})")
+        try:
+            cell = trials.cell(entry, calibration_sets[seed], seed)
+        except MoesaicError as error:
+            # One that diverges must not cost the others.
+            left_out.append(f"without {name}: {error}")
+            continue
+        results.cells[entry.key(seed)] = cell
+        results.write()
     return results.finish(keys, left_out)
+
+
+def _outlook(done: int, total: int, seconds: float) -> str:
+    """Which conversion this is, and how long it and those after it may take."""
+    count = f"{done + 1} of {total}"
+    if done == 0:
+        return count
+    left = duration(seconds / done * (total - done))
+    return f"{count}, {left} left"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,249 @@
+"""Results on the real model, resumable: the same command goes on with what is there.
+
+    python benchmarks/smollm2.py WHAT --output DIR [--methods ...] [--sparsity ...] [--seeds N]
+
+WHAT is one of these:
+
+- frontier: perplexity over dense against work, by `moesaic.compare`: methods and references.
+- tasks: answers to multiple choice and other questions, by `moesaic eval --tasks`.
+- recovery: what fine-tuning regains, over the equally tuned dense model, by `moesaic finetune`.
+- time: of one prompt and of one token more, over the dense model's, measured in turn.
+
+All but frontier convert into DIR/METHOD-PERCENT first. Options that are not listed by --help go to
+`moesaic eval` or `moesaic finetune` as they are, such as --limit 200 or --samples 96. Take another
+DIR for other settings.
+The model is that of `make smollm2`, the text WikiText-2 (benchmarks/smollm2_model.py finds it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from smollm2_model import find_texts, needed_folder
+
+import moesaic
+from moesaic.cli.quiet import quieten
+from moesaic.cli.tables import comparison_table, out
+from moesaic.comparison.compare import REFERENCES
+from moesaic.errors import MoesaicError
+from moesaic.families.load import load_model
+from moesaic.output.atomic import write_file
+from moesaic.progress import status
+
+METHODS = ("moesaic", "moesaic-dynamic", "moesaic-neurons", "cmoe")
+SPARSITIES = (0.125, 0.25, 0.375, 0.5, 0.625)
+TASKS = "piqa,winogrande,arc_easy,arc_challenge,hellaswag"
+PROMPT_TOKENS = 512
+ROUNDS = 5
+
+
+def frontier(options: argparse.Namespace) -> None:
+    """compare.json, compare.md and compare.png in the output."""
+    with status("comparing") as tell:
+        result = moesaic.compare(
+            options.model,
+            options.methods,
+            sparsity=options.sparsity,
+            grain=options.grain,
+            calibration=options.calibration,
+            text=[options.text],
+            references=options.references,
+            seeds=options.seeds,
+            samples=options.windows,
+            sequence_length=options.length,
+            max_tokens=options.tokens,
+            output=options.output,
+            resume=True,
+            dtype=options.dtype,
+            progress=tell,
+        )
+    comparison_table(result)
+
+
+def tasks(options: argparse.Namespace) -> None:
+    """METHOD-PERCENT.tasks.json beside each converted model."""
+    for folder in converted(options):
+        asked = ["eval", str(folder), "--against", options.model]
+        run(folder, "tasks", [*asked, "--tasks", options.tasks], options)
+
+
+def recovery(options: argparse.Namespace) -> None:
+    """METHOD-PERCENT.recovery.json: perplexities before, after, and of the tuned dense model."""
+    for folder in converted(options):
+        tuned = folder.with_name(f"{folder.name}-tuned")
+        command = ["finetune", str(folder), "--output", str(tuned), "--resume"]
+        teacher = ["--distill", options.model, "--tune-teacher"]
+        text = ["--data", options.calibration]
+        length = ["--sequence-length", str(options.length)]
+        run(folder, "recovery", [*command, *teacher, *text, *length], options)
+
+
+def run(
+    folder: Path, what: str, command: list[str], options: argparse.Namespace
+) -> None:
+    """One command of moesaic, unless its numbers are there already."""
+    path = folder.with_name(f"{folder.name}.{what}.json")
+    if path.is_file():
+        out.print(f"{path} is there already")
+        return
+    moesaic_command = [sys.executable, "-m", "moesaic", *command]
+    written = ["--dtype", options.dtype, "--json", str(path)]
+    process = subprocess.run(
+        [*moesaic_command, *written, *options.others], check=False
+    )
+    if process.returncode != 0:
+        sys.exit(process.returncode)
+
+
+def timing(options: argparse.Namespace) -> None:
+    """time.json: medians of the ratios to the dense model, with their range."""
+    dense = load_model(options.model, options.dtype)
+    found = {}
+    for folder in converted(options):
+        model = load_model(folder, options.dtype)
+        found[folder.name] = {
+            "prompt": ratios(lambda model=model: prompt(model), lambda: prompt(dense)),
+            "token": ratios(lambda model=model: decode(model), lambda: decode(dense)),
+        }  # fmt: skip
+        out.print(f"{folder.name}: {found[folder.name]}")
+    values = {"threads": torch.get_num_threads(), "over dense": found}
+    write_file(options.output / "time.json", json.dumps(values, indent=2))
+
+
+def ratios(
+    ours: Callable[[], float], dense: Callable[[], float]
+) -> dict[str, float]:
+    """Our seconds over the dense model's, measured in turn after a first round."""
+    found = [ours() / dense() for _ in range(ROUNDS + 1)][1:]
+    return {
+        "median": statistics.median(found),
+        "least": min(found),
+        "most": max(found),
+    }
+
+
+@torch.inference_mode()
+def prompt(model: Any) -> float:
+    """Seconds of a prompt."""
+    ids_1L = some_ids(model)
+    started = time.perf_counter()
+    model(input_ids=ids_1L, use_cache=False)
+    return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def decode(model: Any) -> float:
+    """Seconds of 16 tokens, one after the other, after a prompt."""
+    ids_1L = some_ids(model)
+    cache = model(input_ids=ids_1L, use_cache=True).past_key_values
+    started = time.perf_counter()
+    for place in range(16):
+        model(input_ids=ids_1L[:, place : place + 1], past_key_values=cache)
+    return time.perf_counter() - started
+
+
+def some_ids(model: Any) -> torch.Tensor:
+    """The same random tokens for every model."""
+    length = min(PROMPT_TOKENS, model.config.max_position_embeddings // 2)
+    generator = torch.Generator().manual_seed(0)
+    words = model.config.vocab_size
+    return torch.randint(words, (1, length), generator=generator)
+
+
+def converted(options: argparse.Namespace) -> list[Path]:
+    """A folder for each method at each sparsity; those that are there are kept."""
+    folders = []
+    for sparsity in options.sparsity:
+        for method in options.methods:
+            name = f"{Path(method).stem}-{100 * sparsity:g}"
+            folder = options.output / name
+            folders.append(folder)
+            if folder.is_dir():
+                continue
+            out.print(f"converting {name}")
+            moesaic.convert(
+                options.model,
+                method,
+                sparsity=sparsity,
+                grain=options.grain,
+                calibration=options.calibration,
+                samples=options.windows,
+                sequence_length=options.length,
+                output=folder,
+                resume=True,
+                dtype=options.dtype,
+                progress=True,
+            )
+    return folders
+
+
+WHAT = {
+    "frontier": frontier,
+    "tasks": tasks,
+    "recovery": recovery,
+    "time": timing,
+}
+
+
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def shares(text: str) -> list[float]:
+    return [float(share) for share in text.split(",")]
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Results on the real model.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("what", choices=WHAT)
+    add("--output", type=Path, required=True, help="folder of the results")
+    add("--methods", type=names, default=METHODS, help="names or files")
+    add("--references", type=names, default=REFERENCES, help="of the frontier")
+    add("--sparsity", type=shares, default=SPARSITIES, help="shares skipped")
+    add("--grain", default="medium", help="coarse, medium or fine")
+    add("--seeds", type=int, default=1, help="of the frontier")
+    add("--tokens", type=int, default=65_536, help="measured on")
+    add("--windows", type=int, help="to calibrate on [default: usual]")
+    add("--length", type=int, default=1024, help="tokens of a window")
+    add("--tasks", default=TASKS, help="names of tasks")
+    add("--dtype", default="auto", help="auto is bfloat16 here")
+    add("--model", help="another model [default: that of make smollm2]")
+    add("--calibration", help="another text to calibrate and train on")
+    add("--text", help="another text to measure on")
+    options, options.others = parser.parse_known_args()
+    if options.others and options.what in ("frontier", "time"):
+        parser.error(f"unknown options: {' '.join(options.others)}")
+    return options
+
+
+def main() -> None:
+    options = read_options()
+    quieten()
+    try:
+        options.model = options.model or str(needed_folder())
+        if options.calibration is None or options.text is None:
+            texts = find_texts()
+            out.print(f"text: {texts.origin}")
+            options.calibration = options.calibration or texts.calibration
+            options.text = options.text or texts.heldout
+        WHAT[options.what](options)
+    except (MoesaicError, OSError) as error:
+        line = " ".join(str(error).split())
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
