@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -245,7 +246,9 @@ def convex_hull(curve: Curve) -> list[tuple[int, float]]:
     """The corners of a curve's lower convex hull, from left to right."""
     corners: list[tuple[int, float]] = []
     for point in sorted(curve.items()):
-        while len(corners) > 1 and not _is_convex(*corners[-2:], point):
+        while len(corners) > 1 and not _is_convex(
+            corners[-2], corners[-1], point
+        ):
             corners.pop()
         corners.append(point)
     return corners
@@ -265,7 +268,7 @@ def _is_convex(
 
 def _slope(hull: list[tuple[int, float]], budget: int) -> float:
     """What one expert more takes off; less than anything where all run."""
-    for left, right in zip(hull[:-1], hull[1:], strict=True):
+    for left, right in pairwise(hull):
         if left[0] <= budget < right[0]:
             return (left[1] - right[1]) / (right[0] - left[0])
     return float("-inf")
