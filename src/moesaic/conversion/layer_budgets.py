@@ -18,8 +18,7 @@ Shape suffixes: N windows, L layers, T tokens, D hidden_size, R routed experts, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,10 @@ from torch import Tensor
 from moesaic.calibration.calibration_set import HELD_OUT, CalibrationSet
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
+from moesaic.conversion.budget_curves import (
+    budgets_by_curves,
+    without_gradients,
+)
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
@@ -69,13 +72,13 @@ def share_budgets(
 ) -> Plan:
     """The plan with the budgets of layers that its method's strategy gives.
 
-    Unchanged where the strategy is uniform. By gradient: equal budgets are the first
-    of 1 + ROUNDS that are tried, and those of the least KL divergence are taken. Costs
-    at most so many conversions on TRIAL_TOKENS (twice the active neurons, if that is
-    more; 8 windows at least) and forward and backward passes on PROBE_TOKENS, whose
-    dense logits it holds. The layers of a mixture keep equal budgets. Raises
-    MoesaicError for a model that is not in whole on `device`, under inference mode,
-    and where equal budgets diverge.
+    Unchanged where the strategy is uniform. By curves: see `budget_curves`. By
+    gradient: equal budgets are the first of 1 + ROUNDS that are tried, and those of
+    the least KL divergence are taken. Costs at most so many conversions on
+    TRIAL_TOKENS (twice the active neurons, if that is more; 8 windows at least) and
+    forward and backward passes on PROBE_TOKENS, whose dense logits it holds. The
+    layers of a mixture keep equal budgets. Raises MoesaicError for a model that is not
+    in whole on `device`, under inference mode, and where equal budgets diverge.
     """
     method = plan.method
     if not isinstance(method, FFNMethod) or method.layer_budgets == "uniform":
@@ -88,6 +91,11 @@ def share_budgets(
             "layer budgets come from gradients, which torch.inference_mode has none of; "
             "convert outside of it, or with layer_budgets=uniform"
         )
+    if method.layer_budgets == "curves":
+        budgets = budgets_by_curves(
+            dense, ffns, plan, calibration, device, seed, log
+        )
+        return plan.with_moe(plan.moe.with_budgets(budgets))
     trial_set = _trial_set(plan, calibration)
     probes = max(PROBE_TOKENS // calibration.length, 1)
     probe_NL = calibration.heldout(probes).to(device)
@@ -193,7 +201,7 @@ def marginal_values(
         block.view = _shifted(shift_L[layer], layer, bump_L)
     divergence = 0.0
     windows = zip(probe_NL.split(1), dense_logits, strict=True)
-    with _without_gradients(model), torch.enable_grad():
+    with without_gradients(model), torch.enable_grad():
         for ids_NL, dense_NTV in windows:
             logits_TV = model(input_ids=ids_NL, use_cache=False).logits[0]
             slope_TV = torch.empty_like(logits_TV, requires_grad=False)
@@ -252,21 +260,6 @@ def _shifted(shift: Tensor, layer: int, bump_L: list[Tensor]) -> View:
         return gate_TR.detach().float() + shift * bump_TR
 
     return gates
-
-
-@contextmanager
-def _without_gradients(model: Any) -> Iterator[None]:
-    """No weight of a model gets a gradient for a while."""
-    trainable = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
 
 
 def moved(share_L: Tensor, value_L: Tensor, least: float) -> Tensor:

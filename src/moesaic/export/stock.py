@@ -84,7 +84,8 @@ def _router_reasons(moe: MoEConfig) -> list[str]:
         )
     elif moe.uniform_sizes is None:
         reasons.append(
-            f"its layers run different numbers of experts; {_OTHER_ROUTER}"
+            "its layers run different numbers of experts, stock ones the same; convert "
+            "with --set layer_budgets=uniform"
         )
     return reasons
 

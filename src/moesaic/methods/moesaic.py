@@ -75,6 +75,7 @@ class Moesaic(ExpertMethod):
     description = METHODS["moesaic"]
     fits_weights = True
     searches_layouts = True
+    can_share_budgets = True
     chooser: ClassVar[str] = "topk"
 
     importance: str = setting(
@@ -104,6 +105,12 @@ class Moesaic(ExpertMethod):
         0,
         "Steps that refit the rows of W_up too; 4 loses less, takes longer.",
         0,
+    )
+    layer_budgets: str = setting(  # type: ignore[misc]
+        "uniform",
+        "How many experts each layer runs: uniform, or as many as curves say; stock "
+        "exports need uniform.",
+        choices=("uniform", "curves"),
     )
 
     def __post_init__(self) -> None:
@@ -216,7 +223,6 @@ class MoesaicDynamic(Moesaic):
 
     description = METHODS["moesaic-dynamic"]
     chooser = "threshold"
-    can_share_budgets = True
 
     directions: int = setting(
         8, "Directions whose products the router reads as well; 0: none.", 0
@@ -228,7 +234,7 @@ class MoesaicDynamic(Moesaic):
     layer_budgets: str = setting(  # type: ignore[misc]
         "gradient",
         "How many experts each layer runs: uniform, or as many as are worth most.",
-        choices=LAYER_BUDGETS,
+        choices=(*LAYER_BUDGETS, "curves"),
     )
 
     def router_config(self, ffn: FFNShape) -> RouterConfig:
