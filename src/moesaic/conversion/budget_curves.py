@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +32,6 @@ from moesaic.conversion.plan import Plan
 from moesaic.errors import MoesaicError
 from moesaic.families import FFNs
 from moesaic.methods.expert_method import ExpertMethod
-from moesaic.methods.moesaic import Moesaic
 from moesaic.modeling import Sizes
 from moesaic.parts.partition import Partition
 
@@ -64,7 +62,8 @@ def budgets_by_curves(
     weight_by_layer = sensitivities(dense, ffns, probe_NL, seed)
     windows_NL = torch.cat([fit_NL, probe_NL])
     split = Split(windows_NL.numel(), first_heldout=fit_NL.numel())
-    method = _without_repair(plan.method)
+    assert isinstance(plan.method, ExpertMethod)
+    method = plan.method.without_repair()
     stream = Stream(ffns, windows_NL, device)
     curves = []
     for layer in range(len(ffns.layers)):
@@ -105,11 +104,6 @@ def _windows(calibration: CalibrationSet) -> tuple[Tensor, Tensor]:
     fitted = max(calibration.samples - heldout, 1)
     fit_NL = calibration.windows_NL[: min(windows, fitted)]
     return fit_NL, probe_NL
-
-
-def _without_repair(method: Any) -> ExpertMethod:
-    assert isinstance(method, Moesaic)
-    return replace(method, repair_by="none", intercept=False, up_steps=0)
 
 
 def sensitivities(

@@ -116,6 +116,10 @@ class ExpertMethod(FFNMethod):
         """The FFN's weights, refitted to what the router lets through."""
         return fit.ffn
 
+    def without_repair(self) -> ExpertMethod:
+        """The same method, whose repair leaves the weights as they are."""
+        return self
+
     def assemble(self, fit: LayerFit, repaired: DenseFFN) -> MoesaicReplacement:
         """The module that holds the partition's neurons and the router."""
         return carve(repaired, fit.partition, fit.router, fit.block, fit.sizes)

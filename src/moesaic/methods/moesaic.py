@@ -166,6 +166,9 @@ class Moesaic(ExpertMethod):
             fit, self.repair_by, self.intercept, self.up_steps, mask
         )
 
+    def without_repair(self) -> Moesaic:
+        return replace(self, repair_by="none", intercept=False, up_steps=0)
+
     def _importance(self, fit: LayerFit) -> NDArray[np.float64]:
         if self.importance == "contribution":
             return contribution(fit.statistics, fit.ffn)
