@@ -330,14 +330,22 @@ def demo() -> Any:
     return load_model("demo", "float32")
 
 
-@pytest.mark.parametrize("batch_size", [1, "auto"])
-def test_choices_are_scored_as_the_loop_does(demo: Any, data: Path, batch_size: Any) -> None:
+@pytest.mark.parametrize("batch_size", [1, "auto", "auto as on a GPU"])
+def test_choices_are_scored_as_the_loop_does(
+    demo: Any,
+    data: Path,
+    tmp_path: Path,
+    batch_size: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The sum of log softmax over the answer's tokens, whatever is padded beside it."""
+    if batch_size == "auto as on a GPU":
+        batch_size = "auto"
+        monkeypatch.setattr(harness, "_CPU_BATCH", "auto")
     tokenizer = load_tokenizer("demo")
-    scratch = data.parent / f"scratch-{batch_size}"
-    scratch.mkdir()
     shots = {"piqa": 0, "winogrande": 0, "arc_easy": 0, "mmlu": 1}
-    asked = load_questions(shots, 2, data, scratch)
+    asked = load_questions(shots, 2, data, tmp_path)
     lm = harness.Model("demo", demo, tokenizer, 512, batch_size)
     ask_all(lm, asked)
     compared = 0
@@ -349,6 +357,7 @@ def test_choices_are_scored_as_the_loop_does(demo: Any, data: Path, batch_size: 
                 assert request.resps[0][0] == pytest.approx(expected, abs=2e-4)
                 compared += 1
     assert compared == 2 * (2 + 2 + 4 + 4)
+    assert capsys.readouterr().out == ""  # the harness says there what batch it found
 
 
 def test_written_answers_are_greedy(demo: Any, data: Path, tmp_path: Path) -> None:
@@ -373,6 +382,15 @@ def test_half_precision_models_are_summed_in_single(data: Path, tmp_path: Path) 
     ask_all(harness.Model("demo", half, load_tokenizer("demo"), 512, 4), asked)
     values = [r.resps[0][0] for r in asked["hellaswag"].parts["hellaswag"].instances]
     assert any(value * 64 != round(value * 64) for value in values)
+
+
+def test_a_broken_model_is_refused(data: Path, tmp_path: Path) -> None:
+    broken_model = load_model("demo", "float32")
+    broken_model.model.norm.weight.data[3] = torch.nan
+    asked = load_questions({"piqa": 0}, 2, data, tmp_path)
+    lm = harness.Model("mine", broken_model, load_tokenizer("demo"), 512, 4)
+    with pytest.raises(MoesaicError, match="mine gives an answer of piqa the log probability nan"):
+        ask_all(lm, asked)
 
 
 def test_prompts_that_do_not_fit_are_counted(demo: Any, data: Path, tmp_path: Path) -> None:
