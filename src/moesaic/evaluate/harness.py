@@ -49,10 +49,9 @@ _FOLDERS = (
     "humaneval",
 )
 _SEED = 1234  # of the examples shown; the harness's own
-_USUAL_ANSWER = (
-    256  # tokens that the harness lets a model write, unless a task says
-)
+_USUAL_ANSWER = 256  # tokens that the harness lets a model write
 _CPU_BATCH = 8
+_MANY_PROMPTS = 1000  # from here on, writing them takes long enough to tell of it
 
 
 class Model(HFLM):  # type: ignore[misc]
@@ -344,7 +343,7 @@ def _prompts_told(description: str, total: int) -> Iterator[None]:
     One for all parts of a task: MMLU has 57. It ends with the last prompt, for a terminal
     shows one bar at a time.
     """
-    ticker = Ticker(description, total)
+    ticker = Ticker(description, total, enabled=total >= _MANY_PROMPTS)
 
     def tell(docs: Iterable[Any], **unused: Any) -> Iterator[Any]:
         for doc in docs:
