@@ -733,6 +733,8 @@ def test_no_arguments_show_the_help(run: Run) -> None:
     [
         (["convert", "demo", "--output", "x"], "--device cpu or shorter windows"),
         (["finetune", "demo", "--output", "x"], "--micro-batch 1, --gradient-checkpointing or"),
+        (["eval", "demo", "--text", "demo"], "--device cpu or shorter windows"),
+        (["eval", "demo", "--tasks", "piqa"], "--device cpu or a smaller --batch-size"),
     ],
 )
 def test_a_full_gpu_is_one_line_with_the_command_s_own_advice(
@@ -743,6 +745,8 @@ def test_a_full_gpu_is_one_line_with_the_command_s_own_advice(
 
     monkeypatch.setattr("moesaic.conversion.convert.convert", full)
     monkeypatch.setattr(importlib.import_module("moesaic.finetune.run"), "finetune", full)
+    monkeypatch.setattr("moesaic.evaluate.evaluate", full)
+    monkeypatch.setattr("moesaic.evaluate.tasks.evaluate_tasks", full)
     code, _, error = run(*words)
     assert (code, error.count("\n")) == (2, 1)
     assert f"out of memory on the GPU; try {advice}" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
@@ -330,14 +331,22 @@ def demo() -> Any:
     return load_model("demo", "float32")
 
 
-@pytest.mark.parametrize("batch_size", [1, "auto"])
-def test_choices_are_scored_as_the_loop_does(demo: Any, data: Path, batch_size: Any) -> None:
+@pytest.mark.parametrize("batch_size", [1, "auto", "auto as on a GPU"])
+def test_choices_are_scored_as_the_loop_does(
+    demo: Any,
+    data: Path,
+    tmp_path: Path,
+    batch_size: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The sum of log softmax over the answer's tokens, whatever is padded beside it."""
+    if batch_size == "auto as on a GPU":
+        batch_size = "auto"
+        monkeypatch.setattr(harness, "_CPU_BATCH", "auto")
     tokenizer = load_tokenizer("demo")
-    scratch = data.parent / f"scratch-{batch_size}"
-    scratch.mkdir()
     shots = {"piqa": 0, "winogrande": 0, "arc_easy": 0, "mmlu": 1}
-    asked = load_questions(shots, 2, data, scratch)
+    asked = load_questions(shots, 2, data, tmp_path)
     lm = harness.Model("demo", demo, tokenizer, 512, batch_size)
     ask_all(lm, asked)
     compared = 0
@@ -349,6 +358,7 @@ def test_choices_are_scored_as_the_loop_does(demo: Any, data: Path, batch_size: 
                 assert request.resps[0][0] == pytest.approx(expected, abs=2e-4)
                 compared += 1
     assert compared == 2 * (2 + 2 + 4 + 4)
+    assert capsys.readouterr().out == ""  # the harness says there what batch it found
 
 
 def test_written_answers_are_greedy(demo: Any, data: Path, tmp_path: Path) -> None:
@@ -373,6 +383,15 @@ def test_half_precision_models_are_summed_in_single(data: Path, tmp_path: Path) 
     ask_all(harness.Model("demo", half, load_tokenizer("demo"), 512, 4), asked)
     values = [r.resps[0][0] for r in asked["hellaswag"].parts["hellaswag"].instances]
     assert any(value * 64 != round(value * 64) for value in values)
+
+
+def test_a_broken_model_is_refused(data: Path, tmp_path: Path) -> None:
+    broken_model = load_model("demo", "float32")
+    broken_model.model.norm.weight.data[3] = torch.nan
+    asked = load_questions({"piqa": 0}, 2, data, tmp_path)
+    lm = harness.Model("mine", broken_model, load_tokenizer("demo"), 512, 4)
+    with pytest.raises(MoesaicError, match="mine gives an answer of piqa the log probability nan"):
+        ask_all(lm, asked)
 
 
 def test_prompts_that_do_not_fit_are_counted(demo: Any, data: Path, tmp_path: Path) -> None:
@@ -455,7 +474,7 @@ def test_a_converted_model_beside_its_dense_one(
     assert means[2] == pytest.approx(means[0] - means[1])
     assert f"{100 * means[0]:.1f} ± " in printed
     assert f"{100 * means[2]:+.1f} ± " in printed
-    assert "mean of the five" in printed
+    assert "mean of five" in printed
     assert "against: demo" in printed
     assert "acc_norm: " in printed
     assert "pass@1" not in printed  # only what is in the table is explained
@@ -478,10 +497,23 @@ def test_tasks_that_write(
     assert code == 0, error
     row = json.loads(numbers.read_text())["tasks"]["gsm8k"]
     assert (row["shots"], row["questions"], row["standard_error"]) == (0, 1, None)
-    assert "mean of the five" not in printed
+    assert "mean of five" not in printed
     assert "difference" not in printed
-    # A line where something begins, and none of the harness's.
-    assert error.splitlines() == ["gsm8k: prompts: 0 of 1", "gsm8k, demo: 0 of 1"]
+    # A line where answers begin, and none of the harness's.
+    assert error.splitlines() == ["gsm8k, demo: 0 of 1"]
+
+
+def test_many_prompts_take_long_enough_to_tell(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One count for all subjects of MMLU."""
+    monkeypatch.setattr(harness, "_MANY_PROMPTS", 11)
+    asked = load_questions({"piqa": 0, "mmlu": 1}, None, data, tmp_path)
+    ask_all(MadeUp(clever), asked)
+    assert capsys.readouterr().err.splitlines() == ["mmlu: prompts: 0 of 11"]
 
 
 def test_nothing_is_left_behind(
@@ -593,6 +625,20 @@ def test_examples_are_not_missed_where_none_are_shown(tmp_path: Path) -> None:
     asked = load_questions(dict.fromkeys(TASKS, 0), 2, folder, tmp_path)
     rows, _ = ask_all(MadeUp(clever), asked)
     assert all(row["score"] == 1 for row in rows.values())
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
+def test_text_keeps_its_odd_signs(tmp_path: Path, ending: str) -> None:
+    """U+2028 ends a line in Unicode, not in JSON; real questions hold it."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    row = piqa(0) | {"goal": "fold\u2028paper \x85 into a ☂"}
+    text = json.dumps(row, ensure_ascii=False) + "\n"
+    packed = gzip.compress(text.encode()) if ending.endswith(".gz") else text.encode()
+    (folder / f"piqa.validation{ending}").write_bytes(packed)
+    asked = load_questions({"piqa": 0}, None, folder, tmp_path)
+    doc = asked["piqa"].parts["piqa"].eval_docs[0]
+    assert doc["goal"] == row["goal"]
 
 
 def broken(row: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -95,6 +95,8 @@ def _gpu_is_full(error: RuntimeError) -> bool:
 def _less_memory() -> str:
     if sys.argv[1] == "finetune":
         return "--micro-batch 1, --gradient-checkpointing or a smaller --sequence-length"
+    if "--tasks" in sys.argv:
+        return "--device cpu or a smaller --batch-size"
     return "--device cpu or shorter windows (--sequence-length)"
 
 

@@ -319,6 +319,7 @@ def tasks_table(result: dict[str, Any]) -> None:
     ]
     meanings += [
         "shots: questions with their answers shown before each question",
+        "questions: how many were asked, of how many there are",
         "score: percent of the questions, and its standard error",
     ]
     if other is not None:
@@ -328,25 +329,27 @@ def tasks_table(result: dict[str, Any]) -> None:
             "difference: on the same questions, and its standard error",
         ]
     table = explained(
-        "task",
+        Column("task", no_wrap=True),
         "metric",
         "shots",
         "questions",
         *heads,
         title=result["model"],
         meanings=meanings,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for task, row in rows.items():
         table.add_row(
             task,
             row["metric"],
             str(row["shots"]),
-            f"{row['questions']:,} of {row['of']:,}",
+            f"{row['questions']:,}/{row['of']:,}",
             *_scores(result, ("tasks", task)),
         )
     if "mean" in result:
         scores = _scores(result, ("mean",))
-        table.add_row("mean of the five", "", "", "", *scores)
+        table.add_row("mean of five", "", "", "", *scores)
     out.print(table)
     for part in (result, other or {}):
         _print_cut(part)

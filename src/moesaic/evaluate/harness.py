@@ -7,9 +7,12 @@ Source: https://github.com/EleutherAI/lm-evaluation-harness, version 0.4.13.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -46,10 +49,9 @@ _FOLDERS = (
     "humaneval",
 )
 _SEED = 1234  # of the examples shown; the harness's own
-_USUAL_ANSWER = (
-    256  # tokens that the harness lets a model write, unless a task says
-)
+_USUAL_ANSWER = 256  # tokens that the harness lets a model write
 _CPU_BATCH = 8
+_MANY_PROMPTS = 1000  # from here on, writing them takes long enough to tell of it
 
 
 class Model(HFLM):  # type: ignore[misc]
@@ -154,6 +156,7 @@ def task_version(task: str, parts: dict[str, Task]) -> Any:
     return parts[task].VERSION
 
 
+@cache
 def _manager() -> TaskManager:
     root = Path(lm_eval.tasks.__file__).parent
     folders = [root / folder for folder in _FOLDERS]
@@ -175,7 +178,7 @@ def _definition(
         # Its own scorer is fetched from the hub, and runs what the model wrote in a
         # process that forks from this one. The prompt and where answers end stay.
         return {
-            **stock.cfg,
+            **deepcopy(stock.cfg),
             **change,
             "process_results": _score_program,
             "metric_list": [
@@ -302,6 +305,7 @@ def ask(
         )
     answers = {}
     for name, part in asked.items():
+        _check_finite(part, lm)
         scores = [
             float(sample[metric])
             for sample in found["samples"][name]
@@ -316,6 +320,22 @@ def ask(
     return answers
 
 
+def _check_finite(part: Task, lm: Any) -> None:
+    """Raises MoesaicError where a model that broke has answered.
+
+    Its answers would count: the first of equals is the highest.
+    """
+    for request in part.instances:
+        if request.request_type != "loglikelihood":
+            continue
+        log_probability, _ = request.resps[0]
+        if math.isnan(log_probability):
+            raise MoesaicError(
+                f"{lm.shown_name} gives an answer of {part.task_name} the log "
+                "probability nan: its weights or activations broke"
+            )
+
+
 @contextmanager
 def _prompts_told(description: str, total: int) -> Iterator[None]:
     """Our progress in the place of the bars that the harness shows while it writes prompts.
@@ -323,7 +343,7 @@ def _prompts_told(description: str, total: int) -> Iterator[None]:
     One for all parts of a task: MMLU has 57. It ends with the last prompt, for a terminal
     shows one bar at a time.
     """
-    ticker = Ticker(description, total)
+    ticker = Ticker(description, total, enabled=total >= _MANY_PROMPTS)
 
     def tell(docs: Iterable[Any], **unused: Any) -> Iterator[Any]:
         for doc in docs:

@@ -133,7 +133,8 @@ def _read(path: Path, fields: tuple[str, ...]) -> list[Row]:
     open_text = gzip.open if path.suffix == ".gz" else open
     try:
         with open_text(path, "rt", encoding="utf-8") as file:
-            lines = file.read().splitlines()
+            # Not splitlines: text may hold other signs that end a line for it.
+            lines = list(file)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise MoesaicError(f"{path} cannot be read ({error})") from error
     if not lines:

@@ -123,25 +123,19 @@ def evaluate_tasks(
             )
             rows, scores_by_task = ask_all(lm, asked)
             scores.append(scores_by_task)
-            row: dict[str, Any] = {
+            about = {
                 "model": name,
                 "active_ffn_fraction": active_ffn_fraction(loaded.config),
                 "dtype": str(loaded.dtype).removeprefix("torch."),
                 "context": contexts[name],
-                "tasks": rows,
             }
-            if rows.keys() >= set(CHOICE_TASKS):
-                row["mean"] = mean_of_five(rows)
-            results.append(row)
+            results.append(about | _with_mean(rows))
             del lm, loaded
 
     result = results[0]
     if against is not None:
         result["against"] = results[1]
-        differences = difference_rows(scores[0], scores[1])
-        result["difference"] = {"tasks": differences}
-        if differences.keys() >= set(CHOICE_TASKS):
-            result["difference"]["mean"] = mean_of_five(differences)
+        result["difference"] = _with_mean(difference_rows(*scores))
     result["settings"] = {
         "limit": limit,
         "batch_size": batch_size,
@@ -320,7 +314,10 @@ def mean_of(scores: list[float]) -> dict[str, Any]:
 
 
 def mean_of_five(rows: dict[str, Any]) -> dict[str, Any]:
-    """Mean of the five choice tasks, each counted alike, and its standard error."""
+    """Mean of the five choice tasks, each counted alike, and its standard error.
+
+    The errors of the tasks are independent, for no question is in two of them.
+    """
     five = [rows[task] for task in CHOICE_TASKS]
     mean = sum(row["score"] for row in five) / len(five)
     errors = [row["standard_error"] for row in five]
@@ -328,6 +325,13 @@ def mean_of_five(rows: dict[str, Any]) -> dict[str, Any]:
     if None not in errors:
         error = math.sqrt(sum(each**2 for each in errors)) / len(five)
     return {"score": mean, "standard_error": error}
+
+
+def _with_mean(rows: dict[str, Any]) -> dict[str, Any]:
+    """Rows, and the mean of the five choice tasks where all are among them."""
+    if rows.keys() >= set(CHOICE_TASKS):
+        return {"tasks": rows, "mean": mean_of_five(rows)}
+    return {"tasks": rows}
 
 
 def difference_rows(
