@@ -399,6 +399,79 @@ def neurons_block(
     return y_TD, runs_TF
 
 
+def copied_neurons_block(
+    x_TD: torch.Tensor,
+    weights: Matrices,
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    copies: tuple[NDArray[np.float64], NDArray[np.float64]],
+    offset_F: torch.Tensor,
+    margin: float,
+    act: Activation = silu,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Output (T, D), and 0, 1 or 2 (T, F) for a neuron that is skipped, copied or exact.
+
+    One token and one neuron at a time, in float64; `copies` of gate and up (F, D).
+    """
+    gate_FD, up_FD, down_DF = (m.detach().double() for m in weights if m is not None)
+    gate_b, up_b, down_b = (b.detach().double() for b in biases)
+    gate_copy_FD, up_copy_FD = (torch.from_numpy(copy) for copy in copies)
+    y_TD = np.zeros((len(x_TD), len(down_DF)))
+    kind_TF = np.zeros((len(x_TD), len(up_FD)))
+    for t, x_D in enumerate(x_TD.double()):
+        for f in range(len(up_FD)):
+            gate = float(act(gate_copy_FD[f] @ x_D + gate_b[f]))
+            h = gate * float(up_copy_FD[f] @ x_D + up_b[f])
+            score = math.log(max(h**2, 1e-38)) + float(offset_F[f])
+            if score > margin:
+                kind_TF[t, f] = 2
+                gate = float(act(gate_FD[f] @ x_D + gate_b[f]))
+                h = gate * float(up_FD[f] @ x_D + up_b[f])
+            elif score > 0:
+                kind_TF[t, f] = 1
+            else:
+                h = 0.0
+            y_TD[t] += h * down_DF[:, f].numpy()
+        y_TD[t] += down_b.numpy()
+    return y_TD, kind_TF
+
+
+def copied_rows(
+    planes_BRP: torch.Tensor, scale_RG: torch.Tensor, inputs: int, group: int
+) -> NDArray[np.float64]:
+    """The weights that a low-bit copy stands for (R, I), one bit at a time."""
+    bits, rows, _ = planes_BRP.shape
+    planes = planes_BRP.tolist()
+    weight_RI = np.zeros((rows, inputs))
+    for row in range(rows):
+        for i in range(inputs):
+            code = -(2 ** (bits - 1))
+            for bit in range(bits):
+                if planes[bit][row][i // 8] & (1 << i % 8):
+                    code += 2**bit
+            weight_RI[row, i] = code * float(scale_RG[row, i // group])
+    return weight_RI
+
+
+def error_feedback(
+    weight_RI: torch.Tensor, gram_II: torch.Tensor, scale_RI: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """Codes (R, I), each column's in turn, by what least squares makes of those after it.
+
+    With the columns before as they were rounded, the columns from j on that bring W x nearest
+    are W + (their block of the Gram matrix)^-1 (its rest) (what rounding took); column j of
+    them is rounded. In float64.
+    """
+    wanted_RI = weight_RI.double()
+    code_RI = torch.zeros_like(wanted_RI)
+    for j in range(wanted_RI.shape[1]):
+        lost_RJ = wanted_RI[:, :j] - code_RI[:, :j] * scale_RI[:, :j].double()
+        made_up_RK = torch.linalg.solve(gram_II[j:, j:], gram_II[j:, :j] @ lost_RJ.T).T
+        target_R = wanted_RI[:, j] + made_up_RK[:, 0]
+        half = 2 ** (bits - 1)
+        code_RI[:, j] = (target_R / scale_RI[:, j]).round().clamp(-half, half - 1)
+    return code_RI
+
+
 def sketch_error(
     x_TD: torch.Tensor, up_FD: torch.Tensor, weight_F: torch.Tensor, directions: int
 ) -> float:

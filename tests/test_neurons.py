@@ -1,4 +1,4 @@
-"""Experts of one neuron: chosen by their own gate and a sketch of W_up."""
+"""Experts of one neuron: chosen by copies of their rows, or by gates and a sketch of W_up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ from moesaic.finetune.lora import merge, neuron_routers_of, parameter_groups, wr
 from moesaic.finetune.masked import masked
 from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.train import train
-from moesaic.modeling import ConfigError, MoEConfig, MoesaicNeurons
+from moesaic.modeling import (
+    GROUP,
+    ConfigError,
+    MoEConfig,
+    MoesaicNeurons,
+    MoesaicThresholdedLinear,
+    as_they_are,
+)
 from moesaic.parts.sketches import sketch_up
 from moesaic.parts.thresholds import single_threshold
 from tests import reference
@@ -45,11 +52,14 @@ UNGATED = {"gpt2", "opt", "gpt_neox", "phi", "starcoder2", "nemotron"}
 NAME = "moesaic-neurons"
 NEURON_METHOD = load_method(NAME)
 EQUAL: Any = load_method(NAME, {"layer_budgets": "uniform"})
+ALL_EXACT: Any = replace(EQUAL, exact=1.0)
+SKETCH: Any = replace(EQUAL, choose_by="sketch")
+BOTH = pytest.mark.parametrize("method", [EQUAL, SKETCH], ids=["copies", "sketch"])
 
 
-def plan_for(family: str, **budget: Any) -> Plan:
+def plan_for(family: str, method: Any = NEURON_METHOD, **budget: Any) -> Plan:
     config = tiny_model(family).config
-    return make_plan(config, "tiny", NEURON_METHOD, make_budget(**({"layout": None} | budget)))
+    return make_plan(config, "tiny", method, make_budget(**({"layout": None} | budget)))
 
 
 def converted(family: str = "llama", sparsity: float = 0.5, method: Any = EQUAL) -> Any:
@@ -99,36 +109,80 @@ def random_ffn(seed: int = 0, neurons: int = 24, hidden: int = 12) -> tuple[Dens
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])  # with biases, without, with gelu
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
 def test_the_block_is_the_loop_over_tokens_and_neurons(family: str, count: int) -> None:
-    model = converted(family)
+    model = converted(family, method=SKETCH)
     torch.manual_seed(1)
     for block in neurons_of(model):
         x_TD = torch.randn(count, HIDDEN)
-        down_DF = block.down_proj.weight.T
-        zero_F, zero_D = torch.zeros(NEURONS), torch.zeros(HIDDEN)
-        biases = [
-            b if b is not None else zero_F for b in (block.gate_proj.bias, block.up_proj.bias)
-        ]
         router = block.router
         y_TD, runs_TF = reference.neurons_block(
             x_TD,
-            (block.gate_proj.weight, block.up_proj.weight, down_DF),
-            (*biases, zero_D + block.down_proj.bias),
+            weights_of(block),
+            biases_of(block),
             (router.sketch_out.weight, router.sketch_in.weight, router.sketch_out.bias),
             router.up_variance,
             router.selection_bias,
             ACT2FN[model.config.moesaic.block.activation],
         )
-        with torch.no_grad():
-            gate_TF = block.act_fn(block.gate_proj(x_TD))
-            assert np.array_equal((router(x_TD, gate_TF) > 0).numpy(), runs_TF)
-            assert block._pairs_pay(x_TD) == (count <= 2)
-            np.testing.assert_allclose(block(x_TD).numpy(), y_TD, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(block(x_TD).detach().numpy(), y_TD, rtol=1e-4, atol=1e-5)
-        assert 0.2 < runs_TF.mean() < 0.8
+        check_block(block, x_TD, y_TD, runs_TF)
 
 
-def test_a_token_that_runs_nothing_and_one_that_runs_all() -> None:
-    block = neurons_of(converted())[0]
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+@pytest.mark.parametrize("exact", [0.0, 0.5, 1.0])
+def test_the_block_of_copies_is_the_loop_too(family: str, count: int, exact: float) -> None:
+    """Neurons are skipped, run on their copies, or read their exact rows."""
+    model = converted(family, method=replace(EQUAL, exact=exact))
+    torch.manual_seed(1)
+    for block in neurons_of(model):
+        x_TD = torch.randn(count, HIDDEN)
+        router = block.router
+        copies = [
+            reference.copied_rows(copy.planes, copy.scales, HIDDEN, GROUP)
+            for copy in (router.gate_copy, router.up_copy)
+        ]
+        y_TD, kind_TF = reference.copied_neurons_block(
+            x_TD,
+            weights_of(block),
+            biases_of(block),
+            (copies[0], copies[1]),
+            router.selection_bias,
+            float(router.exact_margin),
+            ACT2FN[model.config.moesaic.block.activation],
+        )
+        check_block(block, x_TD, y_TD, kind_TF > 0)
+        found = {float(kind) for kind in np.unique(kind_TF)}
+        assert (1.0 in found) == (exact < 1)
+        assert exact == 0 or 2.0 in found
+
+
+def weights_of(block: Any) -> Any:
+    return (block.gate_proj.weight, block.up_proj.weight, block.down_proj.weight.T)
+
+
+def biases_of(block: Any) -> Any:
+    """Of gate, up and down; zeros where the family has none."""
+    zero_F = torch.zeros(NEURONS)
+    biases = [b if b is not None else zero_F for b in (block.gate_proj.bias, block.up_proj.bias)]
+    return (*biases, block.down_proj.bias)
+
+
+def check_block(block: Any, x_TD: torch.Tensor, y_TD: Any, runs_TF: Any) -> None:
+    """All paths: pairs one by one, all under a mask, and under a view."""
+    with torch.no_grad():
+        assert np.array_equal(block.chosen(x_TD).numpy(), runs_TF)
+        assert block._pairs_pay(x_TD) == (len(x_TD) <= 2)
+        np.testing.assert_allclose(block(x_TD).numpy(), y_TD, rtol=1e-4, atol=1e-5)
+    assert not block._pairs_pay(x_TD)
+    np.testing.assert_allclose(block(x_TD).detach().numpy(), y_TD, rtol=1e-4, atol=1e-5)
+    block.view = as_they_are
+    np.testing.assert_allclose(block(x_TD).detach().numpy(), y_TD, rtol=1e-4, atol=1e-5)
+    block.view = None
+    assert 0.2 < runs_TF.mean() < 0.8
+
+
+@pytest.mark.parametrize("method", [ALL_EXACT, SKETCH], ids=["copies", "sketch"])
+def test_a_token_that_runs_nothing_and_one_that_runs_all(method: Any) -> None:
+    block = neurons_of(converted(method=method))[0]
     x_TD = torch.randn(2, HIDDEN)
     with torch.no_grad():
         block.router.selection_bias.fill_(-1e6)
@@ -138,13 +192,50 @@ def test_a_token_that_runs_nothing_and_one_that_runs_all() -> None:
         torch.testing.assert_close(block(x_TD), block.down_proj(h_TF), rtol=1e-5, atol=1e-5)
 
 
-def test_all_neurons_and_no_repair_are_the_dense_model() -> None:
+@BOTH
+def test_all_neurons_and_no_repair_are_the_dense_model(method: Any) -> None:
     ids = tokens(2, 40, seed=3)
-    whole = replace(EQUAL, repair_by="none", intercept=False, up_steps=0)
+    whole = replace(method, repair_by="none", intercept=False, up_steps=0)
     model, _ = moesaic.convert(tiny_model("llama"), whole, f"S0A{NEURONS}E{NEURONS}", WINDOWS)
     assert all((runs == NEURONS).all() for runs in runs_of(model, ids))
     expected = logits(tiny_model("llama"), ids)
     torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_know_better_than_chance_and_the_more_bits_the_better() -> None:
+    """The share of the best neurons that run; the copies have the biases of llama's FFN."""
+    recalls = []
+    for bits in (2, 3, 4):
+        method = replace(ALL_EXACT, bits=bits, repair_by="none", intercept=False, up_steps=0)
+        _, report = moesaic.convert(tiny_model("llama"), method, sparsity=0.75, calibration=WINDOWS)
+        recalls.append(sum(layer.router_recall or 0 for layer in report.layers) / LAYERS)
+    assert 0.5 < recalls[0] < recalls[1] < recalls[2]
+    assert recalls[2] > 0.85
+
+
+@pytest.mark.parametrize("exact", [0.0, 0.3, 1.0])
+def test_so_many_neurons_are_exact(exact: float) -> None:
+    model = converted("qwen3", 0.5, replace(EQUAL, exact=exact))
+    block = neurons_of(model)[0]
+    assert block.router.num_exact == round(exact * NEURONS / 2)
+    inputs: list[torch.Tensor] = []
+    handle = block.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    logits(model, WINDOWS[:14])
+    handle.remove()
+    x_TD = torch.cat(inputs).flatten(0, -2)
+    with torch.no_grad():
+        exact_T = (block.scores(x_TD) > block.router.exact_margin).sum(1).float()
+    assert exact_T.mean() == pytest.approx(block.router.num_exact, rel=0.02, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [({"bits": 5}, "4 is the most"), ({"bits": 1}, ">= 2"), ({"exact": 1.5}, "at most 1"),
+     ({"exact": -0.1}, ">= 0"), ({"choose_by": "chance"}, "unknown choose_by")],
+)  # fmt: skip
+def test_settings_of_copies_that_make_no_sense(change: dict[str, Any], rule: str) -> None:
+    with pytest.raises(MoesaicError, match=rule):
+        load_method(NAME, change)
 
 
 # --- the sketch and the threshold --------------------------------------------------------------
@@ -217,9 +308,10 @@ def test_a_sparsity_that_skips_nothing_and_an_unknown_grain_are_refused() -> Non
         plan_for("llama", sparsity=0.5, grain="dust")
 
 
+@BOTH
 @pytest.mark.parametrize("sparsity", [0.25, 0.5, 0.75])
-def test_the_budget_holds_where_it_was_fitted(sparsity: float) -> None:
-    model = converted("qwen3", sparsity)
+def test_the_budget_holds_where_it_was_fitted(sparsity: float, method: Any) -> None:
+    model = converted("qwen3", sparsity, method)
     active = model.config.moesaic.uniform_sizes.num_active
     assert active == round((1 - sparsity) * NEURONS)
     torch.testing.assert_close(
@@ -230,16 +322,20 @@ def test_the_budget_holds_where_it_was_fitted(sparsity: float) -> None:
 def test_a_layout_gives_its_budget_and_a_sparsity_its_own() -> None:
     plan = plan_for("llama", layout="S3A3E8")
     assert str(plan.layout) == f"S0A{NEURONS - 2 * 6}E{NEURONS}"  # two experts of six do not run
-    assert plan.words == f"on average {NEURONS - 12} of {NEURONS} neurons, gates of all"
+    run = f"on average {NEURONS - 12} of {NEURONS} neurons"
+    assert plan.words == f"{run}, copies of all in 4 bits, 25% of those that run exact"
+    assert plan_for("llama", ALL_EXACT, layout="S3A3E8").words == f"{run}, copies of all in 4 bits"
+    assert plan_for("llama", SKETCH, layout="S3A3E8").words == f"{run}, gates of all"
     assert plan_for("llama", sparsity=0.5).sizes.active == NEURONS // 2
     for wrong in (0.0, 1.0, -1.0):
         with pytest.raises(MoesaicError, match="outside"):
             plan_for("llama", sparsity=wrong)
 
 
-def test_no_repair_worsens_the_error_and_static_pruning_loses_more() -> None:
+@pytest.mark.parametrize("method", [ALL_EXACT, SKETCH], ids=["copies", "sketch"])
+def test_no_repair_worsens_the_error_and_static_pruning_loses_more(method: Any) -> None:
     windows = tokens(64, CONTEXT, seed=1)
-    _, report = moesaic.convert(tiny_model("qwen3"), EQUAL, sparsity=0.75, calibration=windows)
+    _, report = moesaic.convert(tiny_model("qwen3"), method, sparsity=0.75, calibration=windows)
     assert any(layer.repair != "none" for layer in report.layers)
     for layer in report.layers:
         assert layer.relative_error <= layer.references["unrepaired"]
@@ -250,8 +346,9 @@ def test_no_repair_worsens_the_error_and_static_pruning_loses_more() -> None:
         assert layer.router_recall > 0.6
 
 
-def test_the_same_seed_gives_the_same_weights() -> None:
-    first, second = (converted("qwen3").state_dict() for _ in range(2))
+@BOTH
+def test_the_same_seed_gives_the_same_weights(method: Any) -> None:
+    first, second = (converted("qwen3", method=method).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -350,28 +447,72 @@ def test_a_resumed_run_gives_the_same_bytes(
 
 
 def test_work_per_token_counts_gates_of_all_and_the_sketch() -> None:
-    plan = plan_for("qwen3", sparsity=0.5)
-    directions = min(EQUAL.directions, HIDDEN)
+    plan = plan_for("qwen3", SKETCH, sparsity=0.5)
+    directions = min(SKETCH.directions, HIDDEN)
     assert plan.macs.ffn == LAYERS * HIDDEN * (NEURONS + 2 * NEURONS // 2)
     assert plan.macs.router == LAYERS * directions * (HIDDEN + NEURONS)
+    check_work(plan, SKETCH)
+    for block in neurons_of(converted("qwen3", method=SKETCH)):
+        numbers = HIDDEN * (NEURONS + 2 * NEURONS // 2) + directions * (HIDDEN + NEURONS)
+        assert block.weight_bytes() == 4 * numbers
+
+
+@pytest.mark.parametrize("exact", [0.25, 1.0])
+def test_work_per_token_counts_copies_in_full(exact: float) -> None:
+    """Every neuron's copies, exact rows of gate and up, and of down where a neuron runs."""
+    method = replace(EQUAL, exact=exact)
+    plan = plan_for("qwen3", method, sparsity=0.5)
+    running = NEURONS // 2
+    rows = 2 * round(exact * running) + running
+    assert plan.macs.ffn == LAYERS * HIDDEN * rows
+    assert plan.macs.router == LAYERS * 2 * HIDDEN * NEURONS
+    check_work(plan, method)
+    scales = 2 * NEURONS * -(-HIDDEN // GROUP)
+    for block in neurons_of(converted("qwen3", method=method)):
+        codes = 2 * NEURONS * HIDDEN
+        assert block.weight_bytes() == 4 * HIDDEN * rows + codes / 2 + 4 * scales
+        halved = block.to(torch.bfloat16)
+        assert halved.weight_bytes() == 2 * HIDDEN * rows + codes / 2 + 2 * scales
+
+
+def check_work(plan: Plan, method: Any) -> None:
     assert plan.macs.active_ffn_fraction == 0.5
     same = plan.dense_macs
     assert (plan.macs.attention, plan.macs.head) == (same.attention, same.head)
-    again = count_macs(meta_model(converted("qwen3").config), 1)
+    again = count_macs(meta_model(converted("qwen3", method=method).config), 1)
     assert again == plan.macs
 
 
+def test_a_thresholded_linear_layer_reads_its_share_of_the_bytes() -> None:
+    linear = MoesaicThresholdedLinear(8, 6, bias=True, share=0.25)
+    assert linear.weight_bytes() == 0.25 * 8 * 6 * 4
+    assert linear.to(torch.bfloat16).weight_bytes() == 0.25 * 8 * 6 * 2
+
+
 def test_no_stock_architecture_holds_it() -> None:
-    reasons = common_reasons(converted("qwen3").config)
-    assert any("its router is gates" in reason for reason in reasons)
+    for method, kind in ((EQUAL, "copies"), (SKETCH, "gates")):
+        reasons = common_reasons(converted("qwen3", method=method).config)
+        assert any(f"its router is {kind}" in reason for reason in reasons)
 
 
-def test_a_bf16_model_keeps_its_dtype() -> None:
-    model = tiny_model("qwen3").to(torch.bfloat16)
-    moesaic.convert(model, EQUAL, sparsity=0.25, calibration=WINDOWS)
-    for block in neurons_of(model):
-        assert block.up_proj.weight.dtype == block.router.sketch_in.weight.dtype == torch.bfloat16
-        assert block.router.selection_bias.dtype == block.router.up_variance.dtype == torch.float32
+@BOTH
+def test_a_bf16_model_keeps_its_dtype(method: Any, tmp_path: Path) -> None:
+    dense = tiny_model("qwen3").to(torch.bfloat16)
+    dense.save_pretrained(tmp_path / "dense")
+    model, _ = moesaic.convert(
+        tmp_path / "dense", method, sparsity=0.25, calibration=WINDOWS, output=tmp_path / "out"
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for block in (*neurons_of(model), *neurons_of(loaded)):
+        router = block.router
+        kept = dict(block.named_parameters()) | dict(block.named_buffers())
+        floats = {name for name in kept if kept[name].dtype == torch.float32}
+        assert floats == {f"router.{name}" for name in router.float32_names}
+        whole = {name for name in kept if kept[name].dtype == torch.uint8}
+        assert whole == {name for name in kept if name.endswith("planes")}
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(logits(loaded.eval(), WINDOWS[:1]), logits(model, WINDOWS[:1]))
     assert torch.isfinite(logits(model, tokens(1, 8))).all()
     kept = runs_of(model, WINDOWS[:14])
     torch.testing.assert_close(kept, torch.full((LAYERS,), 39.0), rtol=0.02, atol=0.5)
@@ -397,6 +538,9 @@ def test_sizes_that_contradict_themselves(change: dict[str, Any], named: str) ->
         ({"gated": False}, "router kind"),
         ({"router": None}, "router"),
         ({"replacement": "experts"}, "router kind"),
+        ({"router": {"kind": "copies", "chooser": "threshold", "exact": 1.0}}, "router bits"),
+        ({"router": {"kind": "copies", "chooser": "threshold", "bits": 4}}, "router exact"),
+        ({"router": {"kind": "gates", "chooser": "threshold", "bits": 4}}, "router bits"),
     ],
 )
 def test_blocks_that_contradict_themselves(change: dict[str, Any], named: str) -> None:
@@ -422,7 +566,7 @@ def test_settings_that_it_does_not_have(change: dict[str, Any]) -> None:
 
 def test_training_computes_the_same_and_its_gradient_reaches_the_choice() -> None:
     """As if a choice were a sigmoid of its score: against autograd through that sigmoid."""
-    model = converted("qwen3")
+    model = converted("qwen3", method=SKETCH)
     block, x_TD = neurons_of(model)[0], torch.randn(20, HIDDEN)
     assert model.model.layers[0].mlp is block
     names = ["gate_proj.weight", "up_proj.weight", "router.sketch_in.weight"]
@@ -449,14 +593,47 @@ def test_training_computes_the_same_and_its_gradient_reaches_the_choice() -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_trained_and_merged() -> None:
-    model = converted("qwen3")
+def test_with_copies_the_gradient_goes_through_rows_copies_and_choices() -> None:
+    """To the inputs, and to the rows of exact neurons; the copies themselves stay."""
+    model = converted("qwen3", method=replace(EQUAL, exact=0.5))
+    block = neurons_of(model)[0]
+    router = block.router
+    x_TD = torch.randn(20, HIDDEN, requires_grad=True)
+    wanted = [x_TD, block.gate_proj.weight, block.up_proj.weight]
+    expected_TD = block(x_TD)
+    with masked(model):
+        y_TD = block(x_TD)
+        found = torch.autograd.grad(y_TD.square().sum(), wanted)
+    torch.testing.assert_close(y_TD, expected_TD, rtol=1e-5, atol=1e-5)
+
+    told_TF = block.act_fn(router.gate_copy(x_TD)) * router.up_copy(x_TD)
+    score_TF = router(x_TD, told_TF)
+    exact_TF = (score_TF > router.exact_margin).float()
+    runs_TF = (score_TF > 0).float()
+    rows_TF = block.act_fn(block.gate_proj(x_TD)) * block.up_proj(x_TD)
+    h_TF = exact_TF * rows_TF + (1 - exact_TF) * told_TF
+    slope_TF = 2 * y_TD.detach() @ block.down_proj.weight.T
+    chosen = (slope_TF * h_TF * runs_TF).sum()
+    soft_TF = (score_TF / router.choice_width).sigmoid()
+    choice = (slope_TF * h_TF.detach() * soft_TF).sum()
+    twin = torch.autograd.grad(chosen + choice, wanted)
+    for ours, theirs in zip(found, twin, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert not list(router.parameters())
+
+
+@BOTH
+def test_what_is_trained_and_merged(method: Any) -> None:
+    model = converted("qwen3", method=method)
     ids = tokens(4, CONTEXT, seed=5)
     before = logits(model, ids)
     wrapped = wrap(model, 4, 8, freeze_router=False)
     torch.testing.assert_close(logits(wrapped, ids), before, rtol=1e-5, atol=1e-5)
     trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
-    for part in ("gate_proj.lora_A", "up_proj.lora_B", "down_proj.lora_A", "sketch_in", "q_proj"):
+    parts = ["gate_proj.lora_A", "up_proj.lora_B", "down_proj.lora_A", "q_proj"]
+    if method is SKETCH:
+        parts.append("sketch_in")
+    for part in parts:
         assert sum(part in name for name in trained) >= LAYERS
     grouped = sum(len(group["params"]) for group in parameter_groups(wrapped, 1e-3, 1e-3))
     assert grouped == len(trained)
@@ -469,12 +646,14 @@ def test_what_is_trained_and_merged() -> None:
     merged = merge(wrapped)
     assert not isinstance(merged, PeftModel)
     torch.testing.assert_close(logits(merged, ids), moved, rtol=1e-3, atol=1e-3)
-    frozen = wrap(converted("qwen3"), 4, 8, freeze_router=True)
+    frozen = wrap(converted("qwen3", method=method), 4, 8, freeze_router=True)
     assert not any(p.requires_grad for r in neuron_routers_of(frozen) for p in r.parameters())
 
 
-def test_fine_tuning_lowers_the_loss_and_keeps_the_budget() -> None:
-    model = converted("qwen3", 0.5)
+@BOTH
+def test_fine_tuning_lowers_the_loss_and_keeps_the_budget(method: Any) -> None:
+    model = converted("qwen3", 0.5, method)
+    copies = copies_of(model)
     wanted = float(model.config.moesaic.uniform_sizes.num_active)
     windows = tokens(48, CONTEXT, seed=1)
     settings_ = Settings(samples=48, sequence_length=CONTEXT, batch_size=8, epochs=2, lora_lr=3e-3)
@@ -483,13 +662,24 @@ def test_fine_tuning_lowers_the_loss_and_keeps_the_budget() -> None:
     assert done.loads_before is None
     with torch.no_grad():
         refit_thresholds(done.model, windows)
-    runs = runs_of(merge(done.model), windows)
+    merged = merge(done.model)
+    runs = runs_of(merged, windows)
     torch.testing.assert_close(runs, torch.full((LAYERS,), wanted), rtol=0.01, atol=0.1)
+    after = copies_of(merged)
+    assert copies.keys() == after.keys()
+    assert bool(copies) == (method is EQUAL)
+    assert all(torch.equal(copies[name], after[name]) for name in copies)
 
 
-def test_an_adapter_comes_back_with_its_router(tmp_path: Path) -> None:
+def copies_of(model: Any) -> dict[str, torch.Tensor]:
+    """What copies hold: fine-tuning leaves it as it is."""
+    return {name: value.clone() for name, value in model.state_dict().items() if "_copy." in name}
+
+
+@BOTH
+def test_an_adapter_comes_back_with_its_router(method: Any, tmp_path: Path) -> None:
     ids = tokens(4, CONTEXT, seed=5)
-    wrapped = wrap(converted("qwen3"), 4, 8, freeze_router=False)
+    wrapped = wrap(converted("qwen3", method=method), 4, 8, freeze_router=False)
     with torch.no_grad():
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
@@ -498,8 +688,9 @@ def test_an_adapter_comes_back_with_its_router(tmp_path: Path) -> None:
     wrapped.save_pretrained(tmp_path)
     with warnings.catch_warnings():  # PEFT finds out about transposed modules one by one
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-        again = PeftModel.from_pretrained(converted("qwen3"), tmp_path)
+        again = PeftModel.from_pretrained(converted("qwen3", method=method), tmp_path)
     for ours, theirs in zip(neuron_routers_of(again), neuron_routers_of(wrapped), strict=True):
-        assert torch.equal(ours.selection_bias, theirs.selection_bias)
-        assert torch.equal(ours.sketch_in.weight, theirs.sketch_in.weight)
+        ours_state, theirs_state = ours.state_dict(), theirs.state_dict()
+        assert ours_state.keys() == theirs_state.keys()
+        assert all(torch.equal(ours_state[name], theirs_state[name]) for name in ours_state)
     torch.testing.assert_close(logits(again, ids), logits(wrapped, ids), rtol=1e-5, atol=1e-5)

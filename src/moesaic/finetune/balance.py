@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moesaic.finetune.lora import active_copy, named_routers, routers_of
 from moesaic.modeling import MoesaicNeurons, choose_experts
-from moesaic.parts.thresholds import budget_thresholds, single_threshold
+from moesaic.parts.thresholds import budget_thresholds, set_neuron_thresholds
 
 BATCH_TOKENS = 2048
 
@@ -393,10 +393,8 @@ def _refit_group(router: Any, score_TR: Tensor, bias_R: Tensor) -> None:
 
 
 def _refit_neurons(layer: int, neurons: Any, args: Any) -> None:
-    """Sets the one threshold of a layer whose experts are neurons, in place."""
+    """Sets the thresholds of a layer whose experts are neurons, in place."""
     router = active_copy(neurons.router)
     x_TD = args[0].flatten(0, -2)
-    gate_TF = neurons.act_fn(neurons.gate_proj(x_TD))
-    score_TF = router(x_TD, gate_TF)
-    threshold = single_threshold(score_TF, router.num_active)
-    router.selection_bias -= threshold
+    score_TF = neurons.scores(x_TD)
+    set_neuron_thresholds(router, score_TF)

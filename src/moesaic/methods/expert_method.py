@@ -290,15 +290,16 @@ def fit_repair(
     intercept: bool,
     up_steps: int = 0,
     mask: Callable[[Tensor], Tensor] | None = None,
+    stand_in: Callable[[Tensor], Tensor] | None = None,
 ) -> DenseFFN:
     """W_down refitted, and with `up_steps` the rows of W_up too, if that helps.
 
-    Notes in `fit.made` what was done. The static reference is fitted in the same pass,
-    where nothing was copied.
+    `mask` and `stand_in` as `Kept` has them. Notes in `fit.made` what was done. The
+    static reference is fitted in the same pass, where nothing was copied.
     """
     made = fit.made
     neurons_N = torch.from_numpy(fit.partition.neurons_N)
-    kept = Kept(neurons_N.to(fit.device), mask)
+    kept = Kept(neurons_N.to(fit.device), mask, stand_in)
     repair = _fit_outputs(fit, kept, method, intercept)
     repaired = repair.apply(fit.ffn, kept)
     if up_steps and fit.ffn.gated:

@@ -1,14 +1,16 @@
 """The converted model's architecture, registered with transformers' Auto classes (leaf).
 
-Table of contents: `moe_config` types of config.json; `projections`, `routers`,
-`experts` the parts; `replacement` what stands in for a module, `block` for an FFN,
-`neurons` for an FFN neuron by neuron, `hierarchy` for the experts of a mixture,
-`linears` for a linear layer; `modeling` the models that carry them.
+Table of contents: `moe_config` types of config.json; `projections`, `copies`,
+`routers`, `neuron_routers`, `experts` the parts; `replacement` what stands in for a
+module, `block` for an FFN, `neurons` for an FFN neuron by neuron, `hierarchy` for the
+experts of a mixture, `linears` for a linear layer; `modeling` the models that carry
+them.
 """
 
 from transformers import AutoConfig
 
 from .block_moesaic import MoesaicBlock, MoesaicSharedExpert
+from .copies_moesaic import GROUP, MoesaicCopy, packed, unpacked
 from .experts_moesaic import MoesaicExperts
 from .hierarchy_moesaic import MoesaicHierarchy
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
@@ -24,6 +26,7 @@ from .modeling_moesaic import (
     new_replacement,
 )
 from .moe_config_moesaic import (
+    COPY_BITS,
     BlockConfig,
     ConfigError,
     LinearConfig,
@@ -33,7 +36,13 @@ from .moe_config_moesaic import (
     Sizes,
     padded,
 )
-from .neurons_moesaic import MoesaicNeuronRouter, MoesaicNeurons
+from .neuron_routers_moesaic import (
+    MoesaicCopyRouter,
+    MoesaicNeuronRouter,
+    MoesaicSketchRouter,
+    new_neuron_router,
+)
+from .neurons_moesaic import MoesaicNeurons
 from .projections_moesaic import (
     MoesaicPairProjection,
     MoesaicProjection,
@@ -52,6 +61,8 @@ from .routers_moesaic import (
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 
 __all__ = [
+    "COPY_BITS",
+    "GROUP",
     "LINEAR_REPLACEMENTS",
     "REPLACEMENTS",
     "BlockConfig",
@@ -60,6 +71,8 @@ __all__ = [
     "MoEConfig",
     "MoesaicBlock",
     "MoesaicConfig",
+    "MoesaicCopy",
+    "MoesaicCopyRouter",
     "MoesaicExperts",
     "MoesaicHierarchy",
     "MoesaicLinearRouter",
@@ -72,6 +85,7 @@ __all__ = [
     "MoesaicReplacement",
     "MoesaicRouter",
     "MoesaicSharedExpert",
+    "MoesaicSketchRouter",
     "MoesaicThresholdedLinear",
     "OuterConfig",
     "RouterConfig",
@@ -85,8 +99,11 @@ __all__ = [
     "install_linear",
     "install_outer_shared",
     "new_linear",
+    "new_neuron_router",
     "new_outer_shared",
     "new_replacement",
     "new_router",
+    "packed",
     "padded",
+    "unpacked",
 ]

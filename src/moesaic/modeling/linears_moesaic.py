@@ -58,5 +58,9 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
     def active_weights(self) -> float:
         return self.share * self.weight.numel()
 
+    def weight_bytes(self) -> float:
+        """Bytes of the columns that one token reads on average."""
+        return self.active_weights() * self.weight.element_size()
+
 
 LINEAR_REPLACEMENTS: dict[str, Any] = {"thresholded": MoesaicThresholdedLinear}

@@ -22,7 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from .block_moesaic import MoesaicBlock
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
 from .moe_config_moesaic import MoEConfig
-from .neurons_moesaic import MoesaicNeuronRouter, MoesaicNeurons
+from .neuron_routers_moesaic import NEURON_ROUTERS
+from .neurons_moesaic import MoesaicNeurons
 from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import MoesaicRouter
 
@@ -32,8 +33,8 @@ REPLACEMENTS: dict[str, Any] = {
 }
 _FLOAT32_NAMES = {
     *MoesaicRouter.float32_names,
-    *MoesaicNeuronRouter.float32_names,
     *MoesaicThresholdedLinear.float32_names,
+    *(name for kind in NEURON_ROUTERS.values() for name in kind.float32_names),
 }
 
 

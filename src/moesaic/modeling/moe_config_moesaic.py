@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 FORMAT = 2
-ROUTER_KINDS = ("linear", "quadratic", "neuron-copies", "gates")
+ROUTER_KINDS = ("linear", "quadratic", "neuron-copies", "gates", "copies")
+NEURON_KINDS = ("gates", "copies")  # of routers that choose single neurons
+COPY_BITS = (2, 3, 4)
 CHOOSERS = ("topk", "threshold")
 REPLACEMENT_KINDS = ("experts", "neurons")
 LINEAR_KINDS = ("thresholded",)
@@ -79,9 +81,11 @@ class RouterConfig:
 
     `kind` is what the router computes: a matrix product with the input ("linear"), the
     same with products of C `directions` appended ("quadratic"), copies of one neuron
-    per expert ("neuron-copies"), or the FFN's own gates and a stand-in for W_up of
-    rank `directions` ("gates"). `chooser` is "topk" (the K best) or "threshold" (all
-    above it, at most `cap`). `absolute` ranks by the absolute value of scores.
+    per expert ("neuron-copies"), the FFN's own gates and a stand-in for W_up of rank
+    `directions` ("gates"), or copies of W_gate and W_up in a few `bits` a weight
+    ("copies"); of the neurons that run, the share `exact` reads W_gate and W_up
+    themselves. `chooser` is "topk" (the K best) or "threshold" (all above it, at most
+    `cap`). `absolute` ranks by the absolute value of scores.
     """
 
     kind: str
@@ -89,6 +93,14 @@ class RouterConfig:
     directions: int = 0
     absolute: bool = False
     cap: int | None = None
+    bits: int | None = None
+    exact: float | None = None
+
+    def num_exact(self, sizes: Sizes) -> int:
+        """Neurons that read their exact rows; all of them where none is skipped."""
+        if self.exact is None or sizes.num_active == sizes.num_routed:
+            return sizes.num_active
+        return round(self.exact * sizes.num_active)
 
     @property
     def is_matrix(self) -> bool:
@@ -112,7 +124,13 @@ class RouterConfig:
             return "absolute"
         if self.cap is not None and not (is_count(self.cap) and self.cap):
             return "cap"
-        return None
+        if self.kind != "copies":
+            unused = (self.bits, self.exact) == (None, None)
+            return None if unused else "bits"
+        if type(self.bits) is not int or self.bits not in COPY_BITS:
+            return "bits"
+        is_share = isinstance(self.exact, float) and 0 <= self.exact <= 1
+        return None if is_share else "exact"
 
 
 @dataclass(frozen=True)
@@ -151,8 +169,8 @@ class BlockConfig:
         if wrong is not None:
             return f"router {wrong}"
         by_neuron = self.replacement == "neurons"
-        by_gates = self.router.kind == "gates"
-        if by_neuron != by_gates:
+        for_neurons = self.router.kind in NEURON_KINDS
+        if by_neuron != for_neurons:
             return "router kind"
         if by_neuron and not self.gated:
             return "router kind"

@@ -8,6 +8,7 @@ Shape suffixes: T tokens, R routed experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,3 +138,17 @@ def threshold_above(values: Tensor, count: int) -> float:
         return -ALWAYS
     largest_other = values.flatten().kthvalue(others)
     return float(largest_other.values)
+
+
+@torch.no_grad()
+def set_neuron_thresholds(router: Any, score_TF: Tensor) -> None:
+    """Moves the thresholds of a router of neurons to its budgets, in place.
+
+    `score_TF` are its scores as it is. A router of copies has two: of the neurons that
+    run, and of those among them that are exact.
+    """
+    threshold = single_threshold(score_TF, router.num_active)
+    router.selection_bias -= threshold
+    if not router.reads_gates:
+        exact_threshold = single_threshold(score_TF, router.num_exact)
+        router.exact_margin.fill_(exact_threshold - threshold)

@@ -25,16 +25,28 @@ NOTHING = Candidate("none")
 
 @dataclass(frozen=True)
 class Kept:
-    """Neurons (N,) that are kept, and a mask (T, N) of those that run for x."""
+    """Neurons (N,) that are kept, and a mask (T, N) of those that run for x.
+
+    `stand_in` gives hidden states (T, N) of neurons that run, but not on their own
+    rows: the mask leaves these out.
+    """
 
     neurons_N: Tensor
     mask: Callable[[Tensor], Tensor] | None = None  # None: all of them always
+    stand_in: Callable[[Tensor], Tensor] | None = None
 
     def masked_(self, x_TD: Tensor, h_TN: Tensor) -> Tensor:
-        """Hidden states of the neurons that are kept, masked in place."""
+        """Gates or hidden states of the neurons that are kept, masked in place."""
         if self.mask is None:
             return h_TN
         return h_TN.mul_(self.mask(x_TD))
+
+    def hidden_(self, x_TD: Tensor, h_TN: Tensor) -> Tensor:
+        """Hidden states that run, in place of those of the neurons that are kept."""
+        h_TN = self.masked_(x_TD, h_TN)
+        if self.stand_in is None:
+            return h_TN
+        return h_TN.add_(self.stand_in(x_TD))
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ class _Trial:
 
     def add_(self, x_TD: Tensor, h_TF: Tensor, dense_TD: Tensor) -> None:
         """Adds a block of the tokens to fit on."""
-        h_TN = self.kept.masked_(x_TD, h_TF[:, self.columns])
+        h_TN = self.kept.hidden_(x_TD, h_TF[:, self.columns])
         self.moments.add(h_TN, dense_TD)
 
     def fit(self, down_FD: Tensor, method: str, intercept: bool) -> None:
@@ -123,7 +135,7 @@ class _Trial:
         dense_TD: Tensor,
     ) -> None:
         """Adds each candidate's squared error on a block of held-out tokens."""
-        h_TN = self.kept.masked_(x_TD, h_TF[:, self.columns])
+        h_TN = self.kept.hidden_(x_TD, h_TF[:, self.columns])
         residual_TD = dense_TD - h_TN @ self.down_ND
         for index, candidate in enumerate(self.candidates):
             error_TD = residual_TD - candidate.output(h_TN)
@@ -233,7 +245,7 @@ def with_up_rows(
     gate_TN = repaired.gates(x_TD).float()[:, index_N]
     gate_TN = kept.masked_(x_TD, gate_TN)
     h_TN = repaired.hidden(x_TD).float()[:, index_N]
-    h_TN = kept.masked_(x_TD, h_TN)
+    h_TN = kept.hidden_(x_TD, h_TN)
 
     dense_TD = ffn.output(ffn.hidden(x_TD)).float()
     output_TD = h_TN @ down_ND
