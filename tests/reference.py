@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from moesaic.modeling import (
+    MoesaicCopy,
     MoesaicExperts,
     MoesaicNeurons,
     MoesaicPairProjection,
@@ -327,13 +328,18 @@ def bytes_read(model: Any, token: int) -> float:
     for module in model.modules():
         if isinstance(module, MoesaicNeurons):
             by_row |= {module.up_proj, module.down_proj}
-            row = module.up_proj.weight[0].nbytes + module.down_proj.weight[0].nbytes
-            on_call(module.router, lambda _, score, row=row: int((score > 0).sum()) * row)
+            if not module.router.reads_gates:
+                by_row.add(module.gate_proj)
+            on_call(module.router, lambda _, score, m=module: rows_read(m, score))
 
     for module in model.modules():
         if module in by_row or isinstance(module, nn.Embedding):
             continue
-        if isinstance(module, MoesaicThresholdedLinear):
+        if isinstance(module, MoesaicCopy):
+            codes = module.bits * module.in_features * module.out_features / 8
+            read = codes + module.scales.nbytes
+            on_call(module, lambda *_, read=read: read)
+        elif isinstance(module, MoesaicThresholdedLinear):
             on_call(module, lambda x, _, m=module: columns_read(m, x[0]))
         elif isinstance(module, MoesaicPairProjection):
             size = module.inputs * module.outputs * module.weight.element_size()
@@ -354,6 +360,16 @@ def bytes_read(model: Any, token: int) -> float:
         for handle in handles:
             handle.remove()
     return math.fsum(notes)
+
+
+def rows_read(module: Any, score_TF: torch.Tensor) -> float:
+    """Bytes of the rows that a token's neurons run on, where gates or copies say which run."""
+    row = module.up_proj.weight[0].nbytes
+    runs = int((score_TF > 0).sum())
+    if module.router.reads_gates:
+        return 2 * runs * row
+    exact = int((score_TF > module.router.exact_margin).sum())
+    return (runs + 2 * exact) * row
 
 
 def columns_read(module: Any, x: torch.Tensor) -> float:

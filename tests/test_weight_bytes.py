@@ -88,12 +88,23 @@ def test_a_router_kept_in_float32_counts_as_it_is_stored() -> None:
 @pytest.mark.parametrize("sketch_dtype", [torch.bfloat16, torch.float32])
 def test_neurons_read_all_gates_and_a_sketch_in_its_own_dtype(sketch_dtype: torch.dtype) -> None:
     """43 gate rows, 33 rows of up and of down, and a sketch of rank 4, in 3 layers."""
-    model = converted("bfloat16", "moesaic-neurons", directions=4)
+    model = converted("bfloat16", "moesaic-neurons", choose_by="sketch", directions=4)
     for layer in model.model.layers:
         layer.mlp.router.to(sketch_dtype)
     rows = 3 * 16 * (43 + 2 * 33)
     sketch = 3 * 4 * (16 + 43)
     assert count_bytes(model).ffn == 2 * rows + sketch_dtype.itemsize * sketch
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("dtype", SIZES)
+def test_neurons_by_copies_read_codes_scales_and_the_rows_that_run(dtype: str, bits: int) -> None:
+    """Of 43 neurons 33 run, 8 of them (a quarter) on exact rows; a scale for each row of 16."""
+    model = converted(dtype, "moesaic-neurons", bits=bits, exact=0.25)
+    rows = 3 * 16 * (33 + 2 * 8)
+    codes = 3 * 2 * 43 * 16 * bits / 8
+    scales = 3 * 2 * 43
+    assert count_bytes(model).ffn == SIZES[dtype] * (rows + scales) + codes
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -177,12 +188,19 @@ def test_a_converted_model_reads_what_it_counts(family: str, method: str, dtype:
 @pytest.mark.parametrize("dtype", SIZES)
 def test_neurons_and_linear_layers_read_what_they_count(dtype: str) -> None:
     """With thresholds put where the token at hand meets the budget exactly."""
-    for method in ("moesaic-neurons", LINEAR):
+    chosen_by: list[tuple[str, dict[str, object]]] = [
+        ("moesaic-neurons", {"choose_by": "sketch"}),
+        ("moesaic-neurons", {"choose_by": "copies"}),
+        (LINEAR, {}),
+    ]
+    for method, settings in chosen_by:
         dense = tiny_model("qwen3").to(getattr(torch, dtype))
-        model, report = moesaic.convert(dense, method, None, WINDOWS, sparsity=0.25)
+        model, report = moesaic.convert(
+            dense, method, None, WINDOWS, sparsity=0.25, settings=settings
+        )
         for module in model.modules():
             if isinstance(module, MoesaicNeurons):
-                module.router.register_forward_hook(exactly(module.sizes.num_active))
+                module.router.register_forward_hook(exactly(module))
             elif isinstance(module, MoesaicThresholdedLinear):
                 module.register_forward_pre_hook(exact_share)
         counted = count_bytes(model)
@@ -190,13 +208,19 @@ def test_neurons_and_linear_layers_read_what_they_count(dtype: str) -> None:
         assert counted.total == pytest.approx(reference.bytes_read(model, token=7), rel=1e-12)
 
 
-def exactly(active: int) -> Any:
-    """A hook that moves scores so that so many are above zero."""
+def exactly(neurons: Any) -> Any:
+    """A hook that moves scores so that as many as planned are above zero, or above the margin."""
+    active = neurons.sizes.num_active
 
     def shift(router: Any, args: Any, score_TF: torch.Tensor) -> torch.Tensor:
+        shifted_TF = score_TF - between(score_TF, active)
+        if not router.reads_gates:
+            router.exact_margin.copy_(between(shifted_TF, router.num_exact).squeeze())
+        return shifted_TF
+
+    def between(score_TF: torch.Tensor, count: int) -> torch.Tensor:
         ordered_TF = score_TF.sort(dim=1, descending=True).values
-        between_T = ordered_TF[:, active - 1 : active + 1].mean(dim=1, keepdim=True)
-        return score_TF - between_T
+        return ordered_TF[:, count - 1 : count + 1].mean(dim=1, keepdim=True)
 
     return shift
 

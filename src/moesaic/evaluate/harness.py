@@ -51,7 +51,9 @@ _FOLDERS = (
 _SEED = 1234  # of the examples shown; the harness's own
 _USUAL_ANSWER = 256  # tokens that the harness lets a model write
 _CPU_BATCH = 8
-_MANY_PROMPTS = 1000  # from here on, writing them takes long enough to tell of it
+_MANY_PROMPTS = (
+    1000  # from here on, writing them takes long enough to tell of it
+)
 
 
 class Model(HFLM):  # type: ignore[misc]

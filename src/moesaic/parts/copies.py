@@ -78,7 +78,7 @@ def _best_scale(group_RC: Tensor, energy_C: Tensor, bits: int) -> Tensor:
     half = 2 ** (bits - 1)
     largest_R1 = group_RC.abs().argmax(dim=1, keepdim=True)
     extreme_R = group_RC.gather(1, largest_R1)[:, 0]
-    best_R = extreme_R / -half
+    best_R: Tensor = extreme_R / -half
     least_R = torch.full_like(best_R, torch.inf)
     for shrinking in SHRINKINGS.tolist():
         scale_R = shrinking * extreme_R / -half
@@ -114,4 +114,5 @@ def codes(weight_RC: Tensor, scale_R: Tensor, bits: int) -> Tensor:
     half = 2 ** (bits - 1)
     safe_R = torch.where(scale_R == 0, 1.0, scale_R)
     multiple_RC = weight_RC / safe_R[:, None]
-    return multiple_RC.round().clamp(-half, half - 1)
+    code_RC: Tensor = multiple_RC.round().clamp(-half, half - 1)
+    return code_RC
