@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,10 @@ from moesaic.methods.contents import METHODS
 
 if TYPE_CHECKING:
     from moesaic.conversion.report import ConversionReport
+    from moesaic.modeling import MoEConfig
 
 ACCEPTABLE_RATIO = 1.03  # perplexity over the dense model's
+HALF = 16  # bits of a weight in bfloat16
 FEW_TOKENS = 32_768  # as many calibration tokens are usual at least
 OURS = "moesaic"
 DYNAMIC = "moesaic-dynamic"
@@ -77,3 +80,40 @@ def _other_methods(method: str) -> list[str]:
             f"--method {NEURONS} ({METHODS[NEURONS].runs})"
         )
     return steps
+
+
+def note_on_copies(moe: MoEConfig) -> str | None:
+    """What low-bit copies cost and gain where the weights were quantised before.
+
+    In shares of the bytes of FFN weights that a token reads, scales left out. None
+    without copies, and where weights came from no quantised file.
+    """
+    router = moe.router
+    if router is None or router.bits is None or moe.source is None:
+        return None
+    found = re.search(r"\(I?Q(\d)", moe.source)
+    if found is None:
+        return None
+    bits = int(found[1])
+    as_it_came = _share_of_bytes(moe, bits)
+    in_bfloat16 = _share_of_bytes(moe, HALF)
+    return (
+        f"note: {moe.source}; with rows in {bits} bits a token would read "
+        f"{as_it_came:.2f} of the FFNs' bytes, {router.bits}-bit copies included; in "
+        f"bfloat16, as written, it reads {in_bfloat16:.2f}: copies pay where weights "
+        "have more bits than they"
+    )
+
+
+def _share_of_bytes(moe: MoEConfig, bits: int) -> float:
+    """Bytes of copies and rows over the dense FFNs', with weights of so many bits."""
+    router = moe.router
+    assert router is not None
+    assert router.bits is not None
+    rows = 0
+    all_rows = 0
+    for sizes in moe.sizes:
+        rows += 2 * router.num_exact(sizes) + sizes.num_active
+        all_rows += 3 * sizes.num_routed
+    copies = 2 / 3 * router.bits / bits
+    return copies + rows / all_rows

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moesaic.cli.advice import note_on_copies
 from moesaic.cli.options import (
     Device,
     Dtype,
@@ -160,7 +161,7 @@ def _convert(
 ) -> None:
     from moesaic.conversion.convert import convert
 
-    _, report = convert(
+    model, report = convert(
         **choices,
         target_ratio=target_ratio,
         device=device,
@@ -171,6 +172,9 @@ def _convert(
     output = str(choices["output"])
     source = choices["calibration"]
     report_tables(report, output)
+    note = note_on_copies(model.config.moesaic)
+    if note is not None:
+        out.print(note)
     arguments = [
         "eval",
         output,
