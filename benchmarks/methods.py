@@ -254,7 +254,7 @@ def main() -> None:
                     1, round(((1 - sparsity) * neurons - shared) / size)
                 )
                 layout = f"S1A{active}E{total}"
-                result = run(arguments, ours[:2], layout=layout)
+                result = run(arguments, ours[:2], layout=layout, sparsity=None)
                 macs = next(
                     r["macs"]
                     for r in result["rows"]

@@ -13,6 +13,7 @@ import moesaic
 from moesaic.cli.main import main
 from moesaic.comparison.compare import REFERENCES, _outlook
 from moesaic.comparison.entries import METHOD, REFERENCE
+from moesaic.comparison.options import SPARSITY
 from moesaic.comparison.rows import Cell, ranked, remarks
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
@@ -84,8 +85,9 @@ def test_it_writes_table_and_plot_and_resumes(
     again = moesaic.compare(
         "demo", ["cmoe"], output=folder, resume=True, progress=made.append, **SMALL
     )
-    assert len(made) == 1
-    assert made[0].startswith("cmoe")
+    assert len(made) == 2
+    assert made[0] == "planning"
+    assert made[1].startswith("cmoe")
     for old, new in zip(first["rows"], again["rows"], strict=True):
         assert new["ratio"]["demo"] == pytest.approx(old["ratio"]["demo"], rel=1e-6)
     with pytest.raises(MoesaicError, match="texts"):
@@ -119,9 +121,10 @@ def test_ranking_by_hand() -> None:
         routes = method == "cmoe"
         return Cell(
             method=method, role=METHOD if routes else REFERENCE, saves=True, routes=routes,
-            repairs=not routes, sparsity=0.5, seed=seed, layout="S1A1E2", shape="",
-            active_ffn_fraction=0.5, macs=0.6, perplexity={"t": value}, relative_error=[0.1],
-            better_static=[seed], load_max_over_mean=1.5 + seed, dead_experts=seed,
+            repairs=not routes, equal=SPARSITY, at=0.5, sparsity=0.5, seed=seed, layout="S1A1E2",
+            shape="", active_ffn_fraction=0.5, macs=0.6, bytes=0.6, ffn_macs=0.5, ffn_bytes=0.5,
+            perplexity={"t": value}, relative_error=[0.1], better_static=[seed],
+            load_max_over_mean=1.5 + seed, dead_experts=seed,
             notes=["too few tokens"] if routes else [], seconds=1.0,
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ import moesaic
 from moesaic import load_method
 from moesaic.cli.advice import note_on_copies
 from moesaic.comparison.entries import METHOD, Entry, _static_of_equal_work
+from moesaic.comparison.options import SPARSITY, Goal
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.errors import MoesaicError
@@ -365,9 +366,9 @@ def test_a_sketch_in_float16_is_in_range() -> None:
 def test_static_pruning_of_equal_work_is_compared() -> None:
     """Which gets the multiply-accumulates of the gates and the sketch, in neurons."""
     plan = plan_for("qwen3", sparsity=0.75)
-    entry = Entry(NAME, METHOD, 0.75, plan)
-    budget = make_budget(None, sparsity=0.75)
-    static = _static_of_equal_work([entry], tiny_model("qwen3").config, budget)
+    goal = Goal(SPARSITY, 0.75)
+    entry = Entry(NAME, METHOD, goal, 0.75, plan)
+    static = _static_of_equal_work([entry], tiny_model("qwen3").config, goal)
     assert static is not None
     assert static.label == f"static-repaired, MACs of {NAME}"
     neuron = LAYERS * 3 * HIDDEN

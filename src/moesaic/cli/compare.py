@@ -38,11 +38,25 @@ def compare_command(
         ),
     ] = "moesaic,moesaic-dynamic,cmoe",
     sparsity: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Shares of the FFN neurons that a token skips, with commas."
+            help="Shares of the FFN neurons that a token skips, with commas. "
+            "[default: 0.25,0.5 unless a work or a layout is given]"
         ),
-    ] = "0.25,0.5",
+    ] = None,
+    ffn_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="Equal work: shares of the bytes that the dense FFNs read for one "
+            "token, as 0.75,0.5. Each method skips as much as brings it there."
+        ),
+    ] = None,
+    ffn_macs: Annotated[
+        str | None,
+        typer.Option(
+            help="Equal work: shares of the dense FFNs' multiply-accumulates."
+        ),
+    ] = None,
     layout: Annotated[
         str | None,
         typer.Option(help="One SxAyEz for all methods, instead of sparsities."),
@@ -83,9 +97,7 @@ def compare_command(
     ] = 65_536,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for compare.json, compare.md and compare.png."
-        ),
+        typer.Option(help="Folder for compare.json, .csv, .md and .png."),
     ] = None,
     resume: Resume = False,
     device: Device = "auto",
@@ -94,14 +106,12 @@ def compare_command(
 ) -> None:
     """Convert a model by several methods and rank them.
 
-    All skip the same share of neurons and are measured on the same text.
+    All skip the same share of neurons, or do the same work, and are measured on the
+    same text.
     """
-    try:
-        shares = [float(part) for part in sparsity.split(",")]
-    except ValueError as error:
-        raise MoesaicError(
-            f"--sparsity {sparsity!r}: numbers with commas, as 0.25,0.5"
-        ) from error
+    shares = None if sparsity is None else _shares("--sparsity", sparsity)
+    bytes_shares = _shares("--ffn-bytes", ffn_bytes)
+    macs_shares = _shares("--ffn-macs", ffn_macs)
     default_calibration = "demo" if model == "demo" else "wikitext2"
     names = [name.strip() for name in recipes.split(",")]
     quieten()
@@ -112,6 +122,8 @@ def compare_command(
             model,
             names,
             sparsity=shares,
+            ffn_bytes=bytes_shares,
+            ffn_macs=macs_shares,
             layout=layout,
             grain=grain,
             calibration=calibration or default_calibration,
@@ -129,4 +141,16 @@ def compare_command(
         )
     comparison_table(result)
     if output is not None:
-        out.print(f"written: {output}/compare.json, compare.md, compare.png")
+        out.print(f"written: {output}/compare.json, .csv, .md and .png")
+
+
+def _shares(option: str, text: str | None) -> list[float]:
+    """Numbers between commas; raises MoesaicError for anything else."""
+    if text is None:
+        return []
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise MoesaicError(
+            f"{option} {text!r}: numbers with commas, as 0.25,0.5"
+        ) from error

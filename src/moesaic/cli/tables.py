@@ -43,12 +43,14 @@ REFERENCE_HEADS = {
     "neuron-oracle": "neuron\noracle",
 }
 
+# Of tables with many columns.
+NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+
 # What columns mean that stand in several tables.
 PERPLEXITY = (
     "perplexity: how unsure the model is of the next token, lower is better"
 )
 ACTIVE_FFN = "active FFN: share of the FFN neurons that a token computes"
-MAX_LOAD = "load max/mean: tokens of the most used expert, over the mean of all"
 DEAD = "dead: experts that hardly any token runs"
 
 # What a task may be measured by.
@@ -177,8 +179,7 @@ def _layer_table(report: ConversionReport) -> Table:
         title=f"{report.model}, {report.method['name']} {report.layout}: "
         f"{report.shape}",
         meanings=[MEANING[column] for column in columns],
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        **NARROW,
     )
     for layer in layers:
         cells = [_cell(layer.relative_error, 3)]
@@ -275,29 +276,17 @@ def _print_totals(report: ConversionReport) -> None:
 
 def comparison_table(result: dict[str, Any]) -> None:
     """A comparison's rows, best first, a table per budget."""
-    from moesaic.comparison.page import cells_of, headers
-    from moesaic.comparison.rows import Row
+    from moesaic.comparison.page import MEANINGS, cells_of, headers, title_of
+    from moesaic.comparison.rows import Row, by_goal
 
-    texts = list(result["dense"])
-    sparsities = dict.fromkeys(row["sparsity"] for row in result["rows"])
-    for sparsity in sparsities:
-        title = "one layout"
-        if sparsity is not None:
-            title = f"{sparsity:.0%} of the FFN neurons skipped"
+    columns = headers(list(result["dense"]))
+    rows = [Row(**row) for row in result["rows"]]
+    for goal, group in by_goal(rows).items():
         table = explained(
-            *headers(texts),
-            title=title,
-            meanings=[
-                ACTIVE_FFN,
-                "MACs: multiply-accumulates over the dense model's, routers included",
-                "over dense: perplexity over the dense model's, lower is better",
-                MAX_LOAD,
-                DEAD,
-            ],
+            *columns, title=title_of(goal), meanings=MEANINGS, **NARROW
         )
-        for row in result["rows"]:
-            if row["sparsity"] == sparsity:
-                table.add_row(*folded(*cells_of(Row(**row))))
+        for row in group:
+            table.add_row(*folded(*cells_of(row)))
         out.print(table)
     bases = ", ".join(
         f"{text} {value:.3f}" for text, value in result["dense"].items()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,14 @@ from moesaic.calibration.calibration_set import CalibrationSet, check_samples
 from moesaic.calibration.checks import check_vocabulary, check_weights
 from moesaic.calibration.hidden_states import Stream, check_stream
 from moesaic.calibration.text import has_heldout_split, to_ids
+from moesaic.comparison.csv_file import csv_text
 from moesaic.comparison.entries import Entry, make_entries
-from moesaic.comparison.options import TEXT_TOKENS, CompareOptions
+from moesaic.comparison.equal_work import over_dense
+from moesaic.comparison.options import (
+    TEXT_TOKENS,
+    USUAL_SPARSITIES,
+    CompareOptions,
+)
 from moesaic.comparison.page import markdown
 from moesaic.comparison.plot import plot
 from moesaic.comparison.rows import DEAD, Cell, ranked, remarks
@@ -54,7 +60,9 @@ def compare(
         "cmoe",
     ),
     *,
-    sparsity: Sequence[float] = (0.25, 0.5),
+    sparsity: Sequence[float] | None = None,
+    ffn_bytes: Sequence[float] = (),
+    ffn_macs: Sequence[float] = (),
     layout: str | None = None,
     grain: str = "medium",
     calibration: str = "wikitext2",
@@ -74,21 +82,33 @@ def compare(
     """Perplexities by method: `settings`, `dense`, `cells`, ranked `rows`, `remarks`.
 
     `recipes` are methods. All see the same windows of the same calibration text,
-    `seeds` drawings of them; the references are among the rows. A sparsity gives every
-    method its own layout that skips that share of the FFN neurons as nearly as its
-    number of experts allows (the rows say how many are active, and a reference that
-    cannot come near is left out); a `layout` gives all the same. A text that is the
-    calibration source itself is evaluated on what that keeps apart. With `output`
-    writes compare.json after every conversion, then compare.md and compare.png;
+    `seeds` drawings of them; the references are among the rows. There is a table, and a
+    ranking, for each budget:
+
+    - a `sparsity` gives every method its own layout that skips that share of the FFN
+      neurons as nearly as its number of experts allows (the rows say how many are
+      active, and a reference that cannot come near is left out);
+    - `ffn_bytes` and `ffn_macs` are equal work: every method gets the sparsity at which
+      its FFNs, routers included, read that share of the bytes that the dense FFNs read
+      for one token, or multiply with that share of their weights. One that cannot come
+      within 0.02 is left out;
+    - a `layout` gives all the same.
+
+    Without any of them the sparsities are 0.25 and 0.5. A text that is the calibration
+    source itself is evaluated on what that keeps apart. With `output` writes
+    compare.json after every conversion, then compare.md, compare.csv and compare.png;
     `resume` goes on with such a folder. Converted models are not kept. Costs per
-    method, sparsity and seed one conversion and one pass over every text. Raises
-    MoesaicError for bad input.
+    method, budget and seed one conversion and one pass over every text; where a method
+    comes to the same plan for two budgets, once. Raises MoesaicError for bad input.
     """
     methods = [load_method(recipe) for recipe in recipes]
     names = {method.name for method in methods}
     others = [load_method(name) for name in references if name not in names]
     texts = text or [calibration]
     folder = None if output is None else Path(output)
+    if sparsity is None:
+        asked = layout is not None or ffn_bytes or ffn_macs
+        sparsity = () if asked else USUAL_SPARSITIES
     options = CompareOptions(
         model=model,
         methods=tuple(methods),
@@ -98,6 +118,8 @@ def compare(
         grain=grain,
         calibration=calibration,
         texts=tuple(texts),
+        ffn_bytes=tuple(ffn_bytes),
+        ffn_macs=tuple(ffn_macs),
         seeds=seeds,
         samples=samples,
         sequence_length=sequence_length,
@@ -118,7 +140,8 @@ def run_comparison(
     model = options.model
     trust = options.trust_remote_code
     device = choose_device(options.device)
-    config = load_config(model, trust)
+    config = load_config(model, trust, options.dtype)
+    progress("planning")
     planned = make_entries(options, config)
     length = window_length([config], options.sequence_length)
     samples = options.samples
@@ -174,14 +197,16 @@ def run_comparison(
     started = time.perf_counter()
     for done, (entry, seed) in enumerate(missing):
         name = f"{entry.label}, {entry.plan.label}, seed {seed}"
-        seconds = time.perf_counter() - started
-        progress(f"{name} ({_outlook(done, len(missing), seconds)})")
-        try:
-            cell = trials.cell(entry, calibration_sets[seed], seed)
-        except MoesaicError as error:
-            # One that diverges must not cost the others.
-            left_out.append(f"without {name}: {error}")
-            continue
+        cell = results.twin(entry, seed)
+        if cell is None:
+            seconds = time.perf_counter() - started
+            progress(f"{name} ({_outlook(done, len(missing), seconds)})")
+            try:
+                cell = trials.cell(entry, calibration_sets[seed], seed)
+            except MoesaicError as error:
+                # One that diverges must not cost the others.
+                left_out.append(f"without {name}: {error}")
+                continue
         results.cells[entry.key(seed)] = cell
         results.write()
     return results.finish(keys, left_out)
@@ -245,7 +270,7 @@ class _Trials:
             values = self.evaluation.perplexities(self.dense)
         method = entry.method
         repairs = isinstance(method, FFNMethod) and method.fits_weights
-        macs = plan.macs.total / plan.dense_macs.total
+        work = over_dense(plan)
         loads = [layer.expert_load for layer in layers if layer.expert_load]
         errors = [layer.relative_error for layer in layers]
         better_static = [layer.layer for layer in layers if layer.better_static]
@@ -255,12 +280,17 @@ class _Trials:
             saves=method.saves,
             routes=plan.moe.router is not None,
             repairs=repairs,
+            equal=entry.goal.equal,
+            at=entry.goal.at,
             sparsity=entry.sparsity,
             seed=seed,
             layout=plan.label,
             shape=plan.words,
             active_ffn_fraction=plan.macs.active_ffn_fraction,
-            macs=macs,
+            macs=work.macs,
+            bytes=work.bytes,
+            ffn_macs=work.ffn_macs,
+            ffn_bytes=work.ffn_bytes,
             perplexity=values,
             relative_error=errors,
             better_static=better_static,
@@ -352,6 +382,21 @@ class _Results:
                 )
         return cls(options, settings, dense, cells)
 
+    def twin(self, entry: Entry, seed: int) -> Cell | None:
+        """The cell of another table that the same conversion has filled."""
+        ending = entry.conversion(seed)
+        for key, cell in self.cells.items():
+            if key.endswith(ending):
+                return replace(
+                    cell,
+                    method=entry.label,
+                    role=entry.role,
+                    equal=entry.goal.equal,
+                    at=entry.goal.at,
+                    sparsity=entry.sparsity,
+                )
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         cells = {key: cell.to_dict() for key, cell in self.cells.items()}
         return {"settings": self.settings, "dense": self.dense, "cells": cells}
@@ -366,12 +411,13 @@ class _Results:
 
     def finish(self, keys: list[str], left_out: list[str]) -> dict[str, Any]:
         """Ranks the cells of this run; writes table, page and plot."""
-        cells = [cell for key, cell in self.cells.items() if key in keys]
+        cells = [self.cells[key] for key in keys if key in self.cells]
         rows = ranked(cells, self.dense)
         result = self.to_dict()
         result["rows"] = [row.to_dict() for row in rows]
         result["remarks"] = left_out + remarks(rows)
         self.write(result)
+        _write(self.options.output, "compare.csv", csv_text(rows))
         page = markdown(self.settings, self.dense, rows, result["remarks"])
         _write(self.options.output, "compare.md", page)
         image = plot(self.settings["model"], self.dense, rows)

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moesaic.comparison.options import CompareOptions
+from moesaic.comparison.equal_work import Steps
+from moesaic.comparison.options import SPARSITY, CompareOptions, Goal
+from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.work import meta_model
+from moesaic.families import find_ffns
 from moesaic.layout import Layout
 from moesaic.methods.base import Budget, FFNMethod, Method
 from moesaic.methods.load import load_method
@@ -25,11 +29,12 @@ class Entry:
     """One method at one budget.
 
     `role` says why it is there: asked for, a reference, or static pruning that may
-    spend another method's work.
+    spend another method's work. `sparsity` is what it was planned with, if so.
     """
 
     label: str
     role: str
+    goal: Goal
     sparsity: float | None
     plan: Plan
 
@@ -39,11 +44,13 @@ class Entry:
 
     def key(self, seed: int) -> str:
         """Names a cell; methods of one name but other settings differ in it."""
-        settings = self.method.to_dict() | {"layout": self.plan.label}
-        text = json.dumps(settings, sort_keys=True)
+        return f"{self.label}, {self.goal.words}, {self.conversion(seed)}"
+
+    def conversion(self, seed: int) -> str:
+        """The end of its key: equal where the same is converted for two tables."""
+        text = json.dumps(self.plan.moe.to_dict(), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        budget = self.sparsity or self.plan.label
-        return f"{self.label} {budget} {seed} {digest[:12]}"
+        return f"seed {seed}, {digest[:12]}"
 
 
 @dataclass(frozen=True)
@@ -57,55 +64,88 @@ class Entries:
 def make_entries(options: CompareOptions, config: Any) -> Entries:
     """Plans every method and reference at every budget.
 
-    Raises MoesaicError for a method that cannot meet a budget; a reference that cannot
-    is left out.
+    A reference that cannot meet a budget is left out, and at equal work a method too.
+    Raises MoesaicError for a method that cannot meet another budget, and where no
+    method is left.
     """
+    roles = [(method, METHOD) for method in options.methods]
+    roles += [(method, REFERENCE) for method in options.references]
+    planner = _Planner(options, config)
     entries: list[Entry] = []
     left_out: list[str] = []
-    for budget in options.budgets:
-        entries += [
-            _entry(options, config, method, METHOD, budget)
-            for method in options.methods
-        ]
-        for method in options.references:
+    for goal in options.goals:
+        for method, role in roles:
             try:
-                reference = _entry(options, config, method, REFERENCE, budget)
+                entry = planner.entry(method, role, goal)
             except MoesaicError as error:
-                left_out.append(f"without {method.name}: {error}")
+                if role == METHOD and not goal.is_work:
+                    raise
+                where = f" at {goal.words}" if goal.is_work else ""
+                left_out.append(f"without {method.name}{where}: {error}")
             else:
-                entries.append(reference)
+                entries.append(entry)
+    if not any(entry.role == METHOD for entry in entries) and left_out:
+        raise MoesaicError(left_out[0])
     reference_names = [method.name for method in options.references]
     if "static-repaired" in reference_names:
-        for budget in options.budgets:
-            equal_work = _static_of_equal_work(entries, config, budget)
+        for goal in options.goals:
+            equal_work = _static_of_equal_work(entries, config, goal)
             if equal_work is not None:
                 entries.append(equal_work)
     return Entries(entries, left_out)
 
 
-def _entry(
-    options: CompareOptions,
-    config: Any,
-    method: Method,
-    role: str,
-    budget: Budget,
-) -> Entry:
-    plan = make_plan(config, options.model, method, budget)
-    return Entry(method.name, role, budget.sparsity, plan)
+class _Planner:
+    """Makes entries; keeps what it has planned of each method on the way to a work."""
+
+    def __init__(self, options: CompareOptions, config: Any):
+        self.options = options
+        self.config = config
+        self.steps: dict[str, Steps] = {}
+
+    def entry(self, method: Method, role: str, goal: Goal) -> Entry:
+        """Raises MoesaicError for a budget that the method cannot meet."""
+        if goal.is_work:
+            steps = self._steps(method)
+            sparsity, plan = steps.nearest(goal)
+            return Entry(method.name, role, goal, sparsity, plan)
+        options = self.options
+        budget = Budget(None, goal.at, options.grain)
+        if options.layout is not None:
+            budget = make_budget(options.layout)
+        plan = make_plan(self.config, options.model, method, budget)
+        return Entry(method.name, role, goal, goal.at, plan)
+
+    def _steps(self, method: Method) -> Steps:
+        if method.name not in self.steps:
+            model = self.options.model
+            ffns = find_ffns(meta_model(self.config))
+            ffn = ffns.read(ffns.converted[0])
+            self.steps[method.name] = Steps(
+                self.config,
+                model,
+                method,
+                self.options.grain,
+                ffn.intermediate_size,
+            )
+        return self.steps[method.name]
 
 
 def _static_of_equal_work(
-    entries: Sequence[Entry], config: Any, budget: Budget
+    entries: Sequence[Entry], config: Any, goal: Goal
 ) -> Entry | None:
     """Static pruning, repaired, that may also spend what a method's router costs.
 
     Equal neurons are not equal work where the router is large beside them, as in a
-    small model with many experts. None where the router leaves nothing saved.
+    small model with many experts. None where the router leaves nothing saved, and where
+    all rows do equal work already.
     """
+    if goal.is_work:
+        return None
     routed = [
         entry
         for entry in entries
-        if entry.sparsity == budget.sparsity and _is_fitted_and_routed(entry)
+        if entry.goal == goal and _is_fitted_and_routed(entry)
     ]
     if not routed:
         return None
@@ -123,7 +163,8 @@ def _static_of_equal_work(
     static_budget = Budget(layout)
     static_plan = make_plan(config, plan.model, static, static_budget)
     label = f"{static.name}, MACs of {plan.method.name}"
-    return Entry(label, EQUAL_WORK, budget.sparsity, static_plan)
+    sparsity = goal.at if goal.equal == SPARSITY else None
+    return Entry(label, EQUAL_WORK, goal, sparsity, static_plan)
 
 
 def _is_fitted_and_routed(entry: Entry) -> bool:

@@ -5,11 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moesaic.conversion.options import make_budget
-from moesaic.errors import MoesaicError
-from moesaic.methods.base import Budget, Method
+from moesaic.errors import MoesaicError, unknown
+from moesaic.layout import GRAINS
+from moesaic.methods.base import Method
 
 TEXT_TOKENS = 65_536  # of each text, unless said
+USUAL_SPARSITIES = (0.25, 0.5)
+NEAR = (
+    0.02  # of the neurons, or of the dense FFNs' work: how near counts as met
+)
+
+SPARSITY = "sparsity"
+FFN_BYTES = "FFN bytes"
+FFN_MACS = "FFN MACs"
+LAYOUT = "layout"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the methods of one table have in common.
+
+    Either the share of neurons that a token skips, or what a token costs over the dense
+    FFNs, or a layout, which is no number.
+    """
+
+    equal: str
+    at: float | None = None
+
+    @property
+    def words(self) -> str:
+        if self.at is None:
+            return "one layout"
+        return f"{self.equal} {self.at:g}"
+
+    @property
+    def is_work(self) -> bool:
+        return self.equal in (FFN_BYTES, FFN_MACS)
 
 
 @dataclass(frozen=True)
@@ -24,6 +55,8 @@ class CompareOptions:
     grain: str
     calibration: str
     texts: tuple[str, ...]
+    ffn_bytes: tuple[float, ...] = ()
+    ffn_macs: tuple[float, ...] = ()
     seeds: int = 3
     samples: int | None = None
     sequence_length: int | None = None
@@ -40,18 +73,30 @@ class CompareOptions:
         if len(set(names)) < len(names):
             listed = ", ".join(names)
             raise MoesaicError(f"methods {listed}: each name once")
-        if self.seeds < 1 or self.max_tokens < 2 or not self.sparsities:
+        if self.seeds < 1 or self.max_tokens < 2 or not self.goals:
             sparsities = list(self.sparsities)
             raise MoesaicError(
                 f"seeds {self.seeds}, max tokens {self.max_tokens}, sparsities "
                 f"{sparsities}: at least 1 seed, 2 tokens and 1 sparsity are needed"
             )
+        if self.layout is not None and len(self.goals) > 1:
+            raise MoesaicError(
+                f"layout {self.layout} fixes the budget; leave out sparsities and works"
+            )
+        if self.grain not in GRAINS:
+            raise unknown("grain", self.grain, GRAINS)
+        for goal in self.goals:
+            if goal.is_work and not 0 < (goal.at or 0) <= 1:
+                raise MoesaicError(
+                    f"{goal.words} is outside (0, 1]; 0.75 is three quarters of what "
+                    "the dense FFNs cost"
+                )
 
     @property
-    def budgets(self) -> list[Budget]:
-        """One layout for all methods, or a budget for each sparsity."""
-        if self.layout is not None:
-            return [make_budget(self.layout)]
-        return [
-            Budget(None, sparsity, self.grain) for sparsity in self.sparsities
-        ]
+    def goals(self) -> list[Goal]:
+        """One a table, in the order of the tables."""
+        goals = [] if self.layout is None else [Goal(LAYOUT)]
+        goals += [Goal(SPARSITY, sparsity) for sparsity in self.sparsities]
+        goals += [Goal(FFN_BYTES, share) for share in self.ffn_bytes]
+        goals += [Goal(FFN_MACS, share) for share in self.ffn_macs]
+        return goals

@@ -5,13 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moesaic.comparison.rows import Row, by_sparsity
-
-_EXPLAINED = (
-    "MACs: multiply-accumulates per token over dense, the router's among them. load: the "
-    "most used expert's over the mean, worst layer; dead: experts below 5 % of the mean, "
-    "all layers. oracle and neuron-oracle are references that save nothing."
+from moesaic.comparison.options import (
+    FFN_BYTES,
+    FFN_MACS,
+    LAYOUT,
+    SPARSITY,
+    Goal,
 )
+from moesaic.comparison.rows import Row, by_goal
+
+# What the columns mean, a line each: below tables in a terminal and above those of a page.
+MEANINGS = (
+    "active FFN: share of the FFN neurons that a token computes",
+    "MACs: multiply-accumulates for one token, over the dense model's",
+    "bytes: of weights read for one token, over the dense model's; decoding waits for them",
+    "FFN MACs, FFN bytes: the same of the FFNs alone, over the dense FFNs'; a router is a "
+    "part of its FFN",
+    "over dense: perplexity over the dense model's, lower is better",
+    "load max/mean: tokens of the most used expert, over the mean of all, in the worst "
+    "layer",
+    "dead: experts that hardly any token runs, in all layers",
+    "oracle, neuron-oracle: no model can hold them; their work is counted as if to know "
+    "what to run were free",
+)
+_TITLES = {
+    SPARSITY: "{:.0%} of the FFN neurons skipped",
+    FFN_BYTES: "FFNs read {:.1%} of the dense FFNs' bytes",
+    FFN_MACS: "FFNs do {:.1%} of the dense FFNs' multiply-accumulates",
+}
+
+
+def title_of(goal: Goal) -> str:
+    """What all rows of a table have in common, in words."""
+    if goal.equal == LAYOUT:
+        return "one layout"
+    return _TITLES[goal.equal].format(goal.at)
 
 
 def headers(texts: list[str]) -> list[str]:
@@ -22,6 +50,9 @@ def headers(texts: list[str]) -> list[str]:
         "layout",
         "active FFN",
         "MACs",
+        "bytes",
+        "FFN MACs",
+        "FFN bytes",
         *ratios,
         "load max/mean",
         "dead",
@@ -31,13 +62,22 @@ def headers(texts: list[str]) -> list[str]:
 def cells_of(row: Row) -> list[str]:
     """A row's cells as text."""
     active = f"{row.active_ffn_fraction:.1%}"
-    macs = f"{row.macs:.3f}" if row.saves else ""
+    works = (row.macs, row.bytes, row.ffn_macs, row.ffn_bytes)
+    works_over_dense = [f"{work:.3f}" for work in works]
     ratios = [_ratio(row, text) for text in row.ratio]
     load = ""
     if row.load_max_over_mean is not None:
         load = f"{row.load_max_over_mean:.2f}"
     dead = str(row.dead_experts or "")
-    return [row.method, row.layout, active, macs, *ratios, load, dead]
+    return [
+        row.method,
+        row.layout,
+        active,
+        *works_over_dense,
+        *ratios,
+        load,
+        dead,
+    ]
 
 
 def _ratio(row: Row, text: str) -> str:
@@ -73,18 +113,18 @@ def markdown(
     dtype = settings["dtype"]
     device = settings["device"]
     lines = [
-        f"# {model}: methods at equal budgets",
+        f"# {model}: methods at equal budgets and at equal work",
         "",
         f"Dense perplexity: {dense_perplexity} (windows of {length}, at most "
         f"{max_tokens:,} tokens). Calibration: {source}, {tokens:,} tokens, "
         f"{seeds} seeds (mean ± standard deviation). {dtype} on {device}; {versions}.",
         "",
-        _EXPLAINED,
     ]
-    for sparsity, group in by_sparsity(rows).items():
-        title = "One layout" if sparsity is None else f"Sparsity {sparsity:g}"
+    lines += [f"- {meaning}" for meaning in MEANINGS]
+    for goal, group in by_goal(rows).items():
+        title = title_of(goal)
         table = _table(texts, group)
-        lines += ["", f"## {title}", "", *table]
+        lines += ["", f"## {title[0].upper()}{title[1:]}", "", *table]
     lines.append("")
     for remark in remarks:
         lines.append(f"- {remark}")

@@ -1,58 +1,242 @@
-"""A comparison as a plot: perplexity over dense against work per token."""
+"""A comparison as a plot: what is lost against the work of one token, twice.
+
+Perplexity over dense is drawn as its distance from 1, on a log scale: methods that lose
+0.2 % and 2 % can be told apart as well as ones that lose 20 % and 200 %.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
-from moesaic.comparison.entries import METHOD
+from moesaic.comparison.entries import EQUAL_WORK, METHOD
 from moesaic.comparison.rows import Row
+
+_GREY = "0.5"
+_CAPTION = (
+    "bars: standard deviation over seeds; dotted: references; arrows: beyond the upper "
+    "edge, with the value at the least work"
+)
+_LEAST_LOSS = 1e-3  # the lowest that is drawn: seeds differ by about as much
+_ROOM = 1.6  # between the last curve that is seen whole and the upper edge, as a factor
+_LINE_HEIGHT = 0.045  # of a label, as a part of the panel
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row as it is drawn: work over dense, loss (perplexity over dense less 1)."""
+
+    work: float
+    loss: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A method through its budgets, the least work last."""
+
+    method: str
+    is_reference: bool
+    points: list[Point]
+
+    @property
+    def last(self) -> Point:
+        return self.points[-1]
+
+
+def curves(
+    rows: list[Row], text: str, work: Callable[[Row], float]
+) -> list[Curve]:
+    """One for each method; static pruning of another's work is static pruning."""
+    by_method: dict[str, list[Row]] = {}
+    for row in rows:
+        method = row.method
+        if row.role == EQUAL_WORK:
+            method = method.partition(",")[0]
+        by_method.setdefault(method, []).append(row)
+    found = []
+    for method, group in by_method.items():
+        points = {}
+        for row in group:
+            loss = max(row.ratio[text] - 1, _LEAST_LOSS)
+            points[work(row)] = Point(work(row), loss, row.spread[text] or 0.0)
+        ordered = [points[work] for work in sorted(points, reverse=True)]
+        is_reference = not any(row.role == METHOD for row in group)
+        curve = Curve(method, is_reference or not group[0].saves, ordered)
+        found.append(curve)
+    return found
+
+
+def upper_edge(found: list[Curve]) -> float:
+    """The largest loss drawn: half of the curves are seen whole.
+
+    All of them where the others are not far above.
+    """
+    worst = [max(point.loss for point in curve.points) for curve in found]
+    half = statistics.median_high(worst) * _ROOM
+    return min(half, max(worst) * _ROOM)
+
+
+def spread_out(
+    heights: list[float], least: float, most: float = 1.0
+) -> list[float]:
+    """Heights of labels in [0, most], at least so far apart, in the same order.
+
+    Moved up from the lowest on, then down from the highest.
+    """
+    order = sorted(range(len(heights)), key=lambda index: heights[index])
+    placed = list(heights)
+    below = -least
+    for index in order:
+        placed[index] = max(placed[index], below + least)
+        below = placed[index]
+    above = most + least
+    for index in reversed(order):
+        placed[index] = min(placed[index], above - least)
+        above = placed[index]
+    return placed
 
 
 def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
-    """PNG with a line per method, on the first text; references are dotted."""
-    from matplotlib import colormaps
+    """PNG of two panels, on the first text: against MACs and against bytes."""
+    from matplotlib import color_sequences
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     text = next(iter(dense))
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure = Figure(figsize=(13, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    colour_map = colormaps["tab20"]
-    colours = [colour_map(number) for number in range(20)]
-    axes.set_prop_cycle(color=colours)
-    # Legend in the order of the last budget's ranking, best first.
-    methods = [row.method for row in reversed(rows)]
-    for method in dict.fromkeys(methods):
-        group = [row for row in rows if row.method == method]
-        first = group[0]
-        dotted = first.role != METHOD or not first.saves
-        macs_percent = [100 * row.macs for row in group]
-        ratios = [row.ratio[text] for row in group]
-        spreads = [row.spread[text] or 0.0 for row in group]
-        axes.errorbar(
-            macs_percent,
-            ratios,
-            yerr=spreads,
-            marker="o",
-            capsize=3,
-            label=method,
-            linestyle=":" if dotted else "-",
-        )
-    axes.axhline(1.0, color="grey", linewidth=0.8)
+    panels = figure.subplots(1, 2, sharey=True)
+    against_macs = curves(rows, text, lambda row: row.macs)
+    against_bytes = curves(rows, text, lambda row: row.bytes)
+    palette = color_sequences["tab10"]
+    colours: dict[str, Any] = {}
+    for curve in against_macs:
+        number = len(set(colours.values()) - {_GREY})
+        colours[curve.method] = palette[number % len(palette)]
+        if curve.is_reference:
+            colours[curve.method] = _GREY
+    works = {
+        "multiply-accumulates": against_macs,
+        "bytes of weights read": against_bytes,
+    }
+    for panel, (words, found) in zip(panels, works.items(), strict=True):
+        _draw(panel, found, colours)
+        panel.set_xlabel(f"{words} for one token, over dense")
+    panels[0].set_ylabel("perplexity over dense")
     model_name = Path(model).name
     text_name = Path(text).name
-    axes.set(
-        xlabel="multiply-accumulates per token, router included, over dense (%)",
-        ylabel="perplexity over dense",
-        title=f"{model_name}, {text_name}",
-        yscale="log",
-    )
-    axes.yaxis.set_major_formatter("{x:.2f}")
-    axes.yaxis.set_minor_formatter("{x:.2f}")
-    axes.grid(visible=True, which="both", alpha=0.3)
-    figure.legend(loc="outside right upper")
+    figure.suptitle(f"{model_name}, {text_name}")
+    figure.supxlabel(_CAPTION, fontsize=8, color=_GREY)
     image = BytesIO()
     figure.savefig(image, dpi=120)
     return image.getvalue()
+
+
+def _draw(panel: Any, found: list[Curve], colours: dict[str, Any]) -> None:
+    """The curves of one panel, work falling to the right, and their names there."""
+    top = upper_edge(found)
+    least = min(point.loss for curve in found for point in curve.points)
+    bottom = min(least, top) / _ROOM
+    panel.set_yscale("log")
+    panel.set_ylim(bottom, top)
+    for curve in found:
+        _draw_curve(panel, curve, colours[curve.method], top)
+    panel.invert_xaxis()
+    if panel.get_xlim()[0] > 1:
+        panel.axvline(1.0, color=_GREY, linewidth=0.8)
+    panel.xaxis.set_major_formatter("{x:.2f}")
+    _label_losses(panel, bottom, top)
+    panel.grid(visible=True, alpha=0.25)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    _name_curves(panel, found, colours, bottom, top)
+
+
+def _draw_curve(panel: Any, curve: Curve, colour: Any, top: float) -> None:
+    works = [point.work for point in curve.points]
+    losses = [point.loss for point in curve.points]
+    down = []
+    up = []
+    for point in curve.points:
+        spread = point.spread if point.loss <= top else 0.0
+        # A log scale knows no bar that crosses a perplexity of 1 over dense.
+        down.append(min(spread, point.loss - _LEAST_LOSS))
+        up.append(spread)
+    panel.errorbar(
+        works,
+        losses,
+        yerr=[down, up],
+        color=colour,
+        linestyle=":" if curve.is_reference else "-",
+        linewidth=1.2 if curve.is_reference else 1.8,
+        marker="o",
+        markersize=4,
+        capsize=3,
+        zorder=2 if curve.is_reference else 3,
+    )
+    for point in curve.points:
+        if point.loss > top:
+            panel.plot(
+                [point.work],
+                [top],
+                "^",
+                color=colour,
+                clip_on=False,
+                zorder=4 if curve.is_reference else 5,
+            )
+
+
+def _label_losses(panel: Any, bottom: float, top: float) -> None:
+    """The axis says perplexity over dense, not the distance from 1."""
+    ticks = []
+    for exponent in range(-4, 4):
+        ticks += [first * 10.0**exponent for first in (1, 2, 5)]
+    shown = [tick for tick in ticks if bottom <= tick <= top]
+    names = [f"{1 + tick:.4g}" for tick in shown]
+    panel.set_yticks(shown, names)
+    panel.set_yticks([], minor=True)
+
+
+def _name_curves(
+    panel: Any,
+    found: list[Curve],
+    colours: dict[str, Any],
+    bottom: float,
+    top: float,
+) -> None:
+    """Each name beside the panel, with a thin line to the end of its curve."""
+    scale = math.log(top / bottom)
+    heights = [math.log(curve.last.loss / bottom) / scale for curve in found]
+    # Names of curves that leave the panel stand above it.
+    outside = sum(curve.last.loss > top for curve in found)
+    most = 1.0 + outside * _LINE_HEIGHT
+    placed = spread_out(heights, _LINE_HEIGHT, most)
+    for curve, height in zip(found, placed, strict=True):
+        name = curve.method
+        if curve.last.loss > top:
+            name = f"{name} \N{UPWARDS ARROW} {1 + curve.last.loss:.3g}"
+        end = (curve.last.work, min(curve.last.loss, top))
+        panel.annotate(
+            name,
+            end,
+            (1.03, height),
+            xycoords="data",
+            textcoords="axes fraction",
+            color=colours[curve.method],
+            fontsize=9,
+            verticalalignment="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "relpos": (0, 0.5),
+                "color": colours[curve.method],
+                "linewidth": 0.5,
+                "alpha": 0.6,
+            },
+        )

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from moesaic.comparison.entries import EQUAL_WORK, METHOD
+from moesaic.comparison.options import NEAR, SPARSITY, Goal
 
-NEAR = 0.02  # of the neurons: how near a budget counts as met
 DEAD = 0.05  # of the mean load, below which an expert counts as dead
 
 
@@ -22,12 +22,17 @@ class Cell:
     saves: bool  # False for a reference that no model can hold
     routes: bool
     repairs: bool
-    sparsity: float | None
+    equal: str  # what the rows of its table have in common: a Goal
+    at: float | None
+    sparsity: float | None  # that it was planned with
     seed: int
     layout: str
     shape: str
     active_ffn_fraction: float
     macs: float  # over the dense model's
+    bytes: float
+    ffn_macs: float  # over the dense FFNs'
+    ffn_bytes: float
     perplexity: dict[str, float]
     relative_error: list[float]
     better_static: list[int]
@@ -55,10 +60,15 @@ class Row:
     saves: bool
     routes: bool
     repairs: bool
+    equal: str
+    at: float | None
     sparsity: float | None
     layout: str
     active_ffn_fraction: float
     macs: float
+    bytes: float
+    ffn_macs: float
+    ffn_bytes: float
     ratio: dict[str, float]
     spread: dict[str, float | None]
     seeds: int
@@ -68,21 +78,30 @@ class Row:
     better_static: list[int]
     seconds: float
 
+    @property
+    def goal(self) -> Goal:
+        return Goal(self.equal, self.at)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def ranked(cells: list[Cell], dense: dict[str, float]) -> list[Row]:
-    """One row per sparsity and method, best first on the first text."""
-    groups: dict[tuple[float | None, str], list[Cell]] = {}
+    """One row per goal and method: goals as they come, then best first.
+
+    Best is on the first text.
+    """
+    groups: dict[tuple[Goal, str], list[Cell]] = {}
+    goals: dict[Goal, int] = {}
     for cell in cells:
-        key = (cell.sparsity, cell.method)
-        groups.setdefault(key, []).append(cell)
+        goal = Goal(cell.equal, cell.at)
+        goals.setdefault(goal, len(goals))
+        groups.setdefault((goal, cell.method), []).append(cell)
     rows = [_row(group, dense) for group in groups.values()]
     first_text = next(iter(dense))
 
-    def rank(row: Row) -> tuple[float, float]:
-        return row.sparsity or 0, row.ratio[first_text]
+    def rank(row: Row) -> tuple[int, float]:
+        return goals[row.goal], row.ratio[first_text]
 
     return sorted(rows, key=rank)
 
@@ -110,10 +129,15 @@ def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
         saves=first.saves,
         routes=first.routes,
         repairs=first.repairs,
+        equal=first.equal,
+        at=first.at,
         sparsity=first.sparsity,
         layout=first.layout,
         active_ffn_fraction=first.active_ffn_fraction,
         macs=first.macs,
+        bytes=first.bytes,
+        ffn_macs=first.ffn_macs,
+        ffn_bytes=first.ffn_bytes,
         ratio=means,
         spread=spreads,
         seeds=len(cells),
@@ -132,11 +156,11 @@ def _spread(values: list[float]) -> float | None:
     return statistics.stdev(values)
 
 
-def by_sparsity(rows: list[Row]) -> dict[float | None, list[Row]]:
-    """The rows of each budget, in their order."""
-    groups: dict[float | None, list[Row]] = {}
+def by_goal(rows: list[Row]) -> dict[Goal, list[Row]]:
+    """The rows of each table, in their order."""
+    groups: dict[Goal, list[Row]] = {}
     for row in rows:
-        groups.setdefault(row.sparsity, []).append(row)
+        groups.setdefault(row.goal, []).append(row)
     return groups
 
 
@@ -147,23 +171,23 @@ def remarks(rows: list[Row]) -> list[str]:
         if row.saves:
             label = f"{row.method} {row.layout}"
             lines += [f"{label}: {note}" for note in row.notes]
-    for sparsity, group in by_sparsity(rows).items():
-        lines += _remarks_at(sparsity, group)
+    for goal, group in by_goal(rows).items():
+        lines += _remarks_at(goal, group)
     return lines
 
 
-def _remarks_at(sparsity: float | None, rows: list[Row]) -> list[str]:
-    """Of the rows of one budget, best first."""
+def _remarks_at(goal: Goal, rows: list[Row]) -> list[str]:
+    """Of the rows of one table, best first."""
     rivals = [rank for rank, row in enumerate(rows) if _is_static_rival(row)]
     equal_neurons = [rank for rank in rivals if rows[rank].role != EQUAL_WORK]
     if not equal_neurons:
         return []
-    where = "" if sparsity is None else f"at sparsity {sparsity:g} "
+    where = "" if goal.at is None else f"at {goal.words} "
     lines = []
     for row in rows:
-        if sparsity is not None and row.role != EQUAL_WORK:
+        if goal.equal == SPARSITY and row.role != EQUAL_WORK:
             active = row.active_ffn_fraction
-            distance = abs(active - (1 - sparsity))
+            distance = abs(active - (1 - (goal.at or 0)))
             if distance > NEAR and (row.routes or row.repairs):
                 lines.append(
                     f"{where}{row.method} runs {active:.1%}: its experts fit no nearer"

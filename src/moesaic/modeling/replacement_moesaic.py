@@ -56,18 +56,16 @@ class MoesaicReplacement(nn.Module):
         An override where not all weights of a router, or not all others, have one
         dtype. Raises NotImplementedError where no parameter holds them.
         """
-        in_routers: dict[int, Tensor] = {}
-        for router in self.router_modules().values():
-            for parameter in router.parameters():
-                in_routers[id(parameter)] = parameter
+        routers = nn.ModuleList(self.router_modules().values())
+        of_routers = list(routers.parameters())
+        in_routers = {id(parameter) for parameter in of_routers}
         others = [
             parameter
             for parameter in self.parameters()
             if id(parameter) not in in_routers
         ]
         own = self._stored(self.active_weights(), others)
-        routers = self._stored(self.router_weights(), [*in_routers.values()])
-        return own + routers
+        return own + self._stored(self.router_weights(), of_routers)
 
     def _stored(self, weights: float, parameters: list[Tensor]) -> float:
         """Bytes of so many weights out of these parameters."""
