@@ -20,6 +20,7 @@ from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.conversion.budget_curves import (
     convex_hull,
     counts,
+    half_way,
     measure_curve,
     sensitivities,
     spend,
@@ -173,6 +174,22 @@ def test_no_other_budgets_cost_less_on_convex_curves(data: st.DataObject) -> Non
 
     others = itertools.product(range(1, routed + 1), repeat=3)
     assert cost(found) == min(cost(other) for other in others if sum(other) == total)
+
+
+def test_half_way_by_hand() -> None:
+    assert half_way((8, 2, 2), 4) == (6, 3, 3)
+    assert half_way((8, 1, 3), 4) == (6, 2, 4)  # 6, 2 1/2, 3 1/2
+    assert half_way((4, 4), 4) == (4, 4)
+
+
+@given(st.data())
+def test_half_way_keeps_the_sum_and_lies_between(data: st.DataObject) -> None:
+    mean = data.draw(st.integers(1, 20))
+    moves = data.draw(st.lists(st.integers(0, mean - 1), min_size=1, max_size=8))
+    budgets = [mean - move for move in moves] + [mean + move for move in moves]
+    found = half_way(budgets, mean)
+    assert sum(found) == sum(budgets)
+    assert all(abs(2 * half - mean - best) <= 1 for half, best in zip(found, budgets, strict=True))
 
 
 # --- models ------------------------------------------------------------------------------------

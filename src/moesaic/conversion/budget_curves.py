@@ -7,8 +7,9 @@ divergence from the dense model's predictions then grows, to second order, by
 
 g_t is the gradient of the log probability of words drawn from the dense model's own
 predictions, by the layer's output for t: the expectation of g g^T is the Fisher
-information, here taken as equal in all directions. Layers then share a budget so that
-the sum of their curves is least.
+information, here taken as equal in all directions. The sum of these curves is least at
+some budgets; layers get the mean of those and of equal ones. All the way is too far: a
+curve is that of a layer by itself, without a repair.
 
 Shape suffixes: N windows, L tokens of a window, T tokens, D hidden_size, R routed
 experts, F neurons, V words.
@@ -83,14 +84,11 @@ def budgets_by_curves(
         if curves and len(curves) == len(ffns.converted):
             break
         stream.advance(layer, calls)
-    total = plan.sizes.num_active * len(curves)
-    budgets = spend(curves, total)
-    equal = [plan.sizes.num_active] * len(curves)
+    mean = plan.sizes.num_active
+    best = spend(curves, total=mean * len(curves))
+    budgets = half_way(best, mean)
     numbers = ", ".join(map(str, budgets))
-    log(
-        f"experts per token {numbers}: expected KL divergence before repair "
-        f"{_cost(curves, budgets):.4f}, with equal budgets {_cost(curves, equal):.4f}"
-    )
+    log(f"experts per token {numbers}")
     return budgets
 
 
@@ -268,12 +266,20 @@ def _slope(hull: list[tuple[int, float]], budget: int) -> float:
     return float("-inf")
 
 
-def _cost(curves: Sequence[Curve], budgets: Sequence[int]) -> float:
-    """The sum of the curves, linear between the numbers measured."""
-    cost = 0.0
-    for curve, budget in zip(curves, budgets, strict=True):
-        points = sorted(curve.items())
-        places = [count for count, _ in points]
-        values = [value for _, value in points]
-        cost += float(np.interp(budget, places, values))
-    return cost
+def half_way(budgets: Sequence[int], mean: int) -> tuple[int, ...]:
+    """The mean of budgets and of equal ones, `mean` in every layer; the same sum.
+
+    Of the layers where that leaves a half, every other one is rounded up, those with
+    the larger budgets.
+    """
+    halved = [(budget + mean) // 2 for budget in budgets]
+    missing = mean * len(budgets) - sum(halved)
+    with_half = [
+        layer
+        for layer, budget in enumerate(budgets)
+        if (budget + mean) % 2 == 1
+    ]
+    with_half.sort(key=lambda layer: -budgets[layer])
+    for layer in with_half[:missing]:
+        halved[layer] += 1
+    return tuple(halved)
