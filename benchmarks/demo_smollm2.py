@@ -105,7 +105,9 @@ def compare(folder: Path, texts: Texts) -> None:
     settings = {"layer_budgets": "uniform", "up_steps": 0}
     neurons = load_method("moesaic-neurons", settings)
     changed = ", ".join(f"{name}={value}" for name, value in settings.items())
-    out.print(f"3 of 3: methods at equal budgets; moesaic-neurons with {changed}")
+    out.print(
+        f"3 of 3: methods at equal budgets; moesaic-neurons with {changed}"
+    )
     with status("comparing") as tell:
         result = moesaic.compare(
             str(folder),
