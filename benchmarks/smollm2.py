@@ -70,10 +70,12 @@ def frontier(options: argparse.Namespace) -> None:
 
 
 def tasks(options: argparse.Namespace) -> None:
-    """METHOD-PERCENT.tasks.json beside each converted model."""
+    """dense.tasks.json, and METHOD-PERCENT.tasks.json beside each converted model."""
+    asked = ["--tasks", options.tasks, "--against", "none"]
+    dense = options.output / "dense"
+    run(dense, "tasks", ["eval", options.model, *asked], options)
     for folder in converted(options):
-        asked = ["eval", str(folder), "--against", options.model]
-        run(folder, "tasks", [*asked, "--tasks", options.tasks], options)
+        run(folder, "tasks", ["eval", str(folder), *asked], options)
 
 
 def recovery(options: argparse.Namespace) -> None:
@@ -95,6 +97,7 @@ def run(
     if path.is_file():
         out.print(f"{path} is there already")
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     moesaic_command = [sys.executable, "-m", "moesaic", *command]
     written = ["--dtype", options.dtype, "--json", str(path)]
     process = subprocess.run(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,53 @@ def test_a_folder_has_no_name_before_it_is_whole(
 def test_commands_on_a_model_that_was_not_made(wheels: Path) -> None:
     with pytest.raises(smollm2_model.MoesaicError, match="run make smollm2 first"):
         smollm2_model.needed_folder()
+
+
+# --- its text, and the driver of its results -----------------------------------------------------
+
+
+def test_text_is_what_a_user_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files beside the repository, else the hub, else the demo's text; and it says which."""
+    monkeypatch.setattr(smollm2_model, "WIKITEXT", tmp_path)
+    offline = smollm2_model.find_texts()  # no test may reach for the hub
+    assert (offline.calibration, offline.heldout) == ("demo", "demo")
+    assert "WikiText-2 is not at hand" in offline.origin
+    monkeypatch.setattr(smollm2_model, "read_documents", lambda _: ["text"])
+    on_hub = smollm2_model.find_texts()
+    assert (on_hub.calibration, on_hub.heldout) == ("wikitext2", "wikitext2")
+    assert "hub" in on_hub.origin
+    for split in ("train", "test"):
+        (tmp_path / f"wiki.{split}.tokens.zip").touch()
+    files = smollm2_model.find_texts()
+    assert Path(files.calibration).name == "wiki.train.tokens.zip"
+    assert Path(files.heldout).name == "wiki.test.tokens.zip"
+    assert str(tmp_path) in files.origin
+
+
+def test_the_driver_goes_on_with_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(smollm2_model.ROOT / "benchmarks"))
+    driver = importlib.import_module("smollm2")
+
+    def drive(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["smollm2.py", *map(str, arguments)])
+        driver.main()
+        return capsys.readouterr().err
+
+    text = ["--model", "demo", "--calibration", "demo", "--text", "demo"]
+    size = ["--windows", 2, "--length", 64, "--tokens", 256, "--references", ""]
+    frontier = ["frontier", "--output", tmp_path / "out", *text, *size, "--sparsity", "0.25,0.5"]
+    assert "static, S1A23E32, seed 0 (1 of 2)" in drive(*frontier, "--methods", "static")
+    told = drive(*frontier, "--methods", "static,random")
+    assert "random, S3A3E8, seed 0 (1 of 2)" in told
+    assert "static, " not in told
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"compare.json", "compare.md", "compare.png"}
+    for bad in (["--limit", 3], ["--sparsity", "half"], ["--methods", "nothing"]):
+        with pytest.raises(SystemExit) as stop:
+            drive(*frontier, *bad)
+        assert stop.value.code == 2
 
 
 # --- the model itself ----------------------------------------------------------------------------
