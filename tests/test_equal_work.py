@@ -91,7 +91,8 @@ def test_the_search_finds_what_a_look_at_all_steps_finds(
 @pytest.mark.parametrize("equal", [FFN_BYTES, FFN_MACS])
 @pytest.mark.parametrize("method", ["moesaic", "moesaic-neurons", "static", LINEAR])
 def test_a_work_is_met_within_half_an_expert_or_neuron(method: str, equal: str) -> None:
-    chosen = moesaic.load_method(method)
+    settings = {"choose_by": "sketch"} if method == "moesaic-neurons" else {}
+    chosen = moesaic.load_method(method, settings)
     steps = Steps(WIDE, "a model", chosen, "medium", 192)
     of_neurons = method in ("moesaic-neurons", LINEAR)
     apart = 1 / 192 if of_neurons else 6 / 192  # 32 experts of 6
@@ -107,12 +108,26 @@ def test_a_work_is_met_within_half_an_expert_or_neuron(method: str, equal: str) 
 
 def test_a_neuron_s_work_by_hand() -> None:
     """With a of the neurons running: 1/3 + 2a/3, and a sketch of rank 24."""
-    steps = Steps(WIDE, "a model", moesaic.load_method("moesaic-neurons"), "medium", 192)
+    method = moesaic.load_method("moesaic-neurons", {"choose_by": "sketch"})
+    steps = Steps(WIDE, "a model", method, "medium", 192)
     _, plan = steps.nearest(Goal(FFN_BYTES, 0.7))
     sketch = 24 * (64 + 192) / (3 * 64 * 192)
     active = plan.sizes.active
     assert over_dense(plan).ffn_bytes == pytest.approx(1 / 3 + 2 / 3 * active / 192 + sketch)
     assert active == round((0.7 - sketch - 1 / 3) * 1.5 * 192)
+
+
+def test_a_copied_neuron_s_work_by_hand() -> None:
+    """Codes of 4 bits and a scale for 64 inputs, in bfloat16; a quarter of what runs is exact."""
+    method = moesaic.load_method("moesaic-neurons", {"exact": 0.25})
+    steps = Steps(WIDE, "a model", method, "medium", 192)
+    _, plan = steps.nearest(Goal(FFN_BYTES, 0.4))
+    copies = 2 / 3 * (4 / 16 + 1 / 64)
+    active = plan.sizes.active
+    exact = round(active / 4)
+    rows = (active + 2 * exact) / (3 * 192)
+    assert over_dense(plan).ffn_bytes == pytest.approx(copies + rows)
+    assert abs(copies + rows - 0.4) < 1 / 192
 
 
 def test_what_cannot_be_spent_is_said_with_what_can() -> None:
