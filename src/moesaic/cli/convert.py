@@ -113,6 +113,13 @@ def convert_command(
         str | None,
         typer.Option(help="Leave these layers as they are, as 0,11."),
     ] = None,
+    recover: Annotated[
+        int | None,
+        typer.Option(
+            help="Then train on so many tokens of the same text, to imitate the dense "
+            "model: 50000 is a start. [default: no training]"
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check everything and write nothing."),
@@ -139,6 +146,7 @@ def convert_command(
         "experts": numbers("--experts", experts),
         "min_tokens": min_tokens,
         "dense_layers": numbers("--dense-layers", dense_layers) or (),
+        "recover": recover,
     }
     choices["settings"] = parse_settings(settings or [])
     quieten()
@@ -158,7 +166,7 @@ def _convert(
     device: str,
     dtype: str,
 ) -> None:
-    from moesaic.conversion.convert import convert
+    from moesaic.finetune.convert import convert
 
     _, report = convert(
         **choices,
@@ -191,7 +199,7 @@ def _convert(
 
 def _dry_run(choices: dict[str, Any], target_ratio: float | None) -> None:
     """Says what a conversion would do."""
-    from moesaic.conversion.convert import dry_run
+    from moesaic.finetune.convert import dry_run
 
     prepared = dry_run(**choices, target_ratio=target_ratio)
     output = choices["output"]
@@ -208,7 +216,11 @@ def _dry_run(choices: dict[str, Any], target_ratio: float | None) -> None:
         out.print(f"layouts to choose from: {layouts}")
     tokens = prepared.windows_NL.numel()
     layers = len(plan.moe.layers) or plan.dense_config.num_hidden_layers
+    recover = choices["recover"]
+    then = ""
+    if recover is not None:
+        then = f", train on about {recover:,} tokens of it,"
     out.print(
         f"would profile {tokens} tokens of {choices['calibration']} in each of "
-        f"{layers} layers and write {output}; nothing was written"
+        f"{layers} layers{then} and write {output}; nothing was written"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from moesaic.conversion.report import ConversionReport
@@ -17,15 +18,24 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")"""
 
 
 def model_card(
-    report: ConversionReport, moe: MoEConfig, licence: str | None, command: str
+    report: ConversionReport,
+    moe: MoEConfig,
+    licence: str | None,
+    command: str,
+    recovery: Sequence[Row] = (),
 ) -> str:
-    """README.md of a converted model."""
+    """README.md of a converted model; `recovery` says how it was trained afterwards."""
     base = moe.base_model
     alone = moe.first_sizes.expert == 1
     title = f"{Path(base).name}, {report.layout}"
     what = _what(moe, alone)
     method = _method(moe.name)
-    summary = f"{base} with every {what} by moesaic, without training.{method}"
+    trained = (
+        "then recovered by light fine-tuning"
+        if recovery
+        else "without training"
+    )
+    summary = f"{base} with every {what} by moesaic, {trained}.{method}"
     measured = "and router recall" if alone else "router recall and expert load"
     sections = [
         "Command:",
@@ -34,8 +44,12 @@ def model_card(
         code(_USE),
         f"Per-layer reconstruction error, {measured} are in `moesaic_report.json`.",
     ]
+    if recovery:
+        sections.append(
+            "The training is in `moesaic_finetune.json` and `learning_curve.csv`."
+        )
     front = front_matter(licence, base)
-    rows = _rows(report, moe, licence)
+    rows = [*_rows(report, moe, licence), *recovery]
     return build_card(front, title, summary, rows, sections)
 
 
