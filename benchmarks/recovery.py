@@ -34,9 +34,8 @@ from moesaic.evaluate import perplexity
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.finetune.balance import measure_loads, refit_thresholds
 from moesaic.finetune.defaults import PAPER_RATE
-from moesaic.finetune.distill import Mix
 from moesaic.finetune.lora import merge
-from moesaic.finetune.options import Machine, Settings
+from moesaic.finetune.options import Machine, Mix, Settings
 from moesaic.finetune.prepare import DISTILLED, draw_windows
 from moesaic.finetune.train import train
 

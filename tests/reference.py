@@ -18,6 +18,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import nn
 from torch.nn.functional import silu
 
+from moesaic.families import find_ffns
+from moesaic.finetune.lora import blocks_of
 from moesaic.modeling import (
     MoesaicCopy,
     MoesaicExperts,
@@ -522,3 +524,62 @@ def write_on(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
             logits_V = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         ids.append(int(logits_V.argmax()))
     return tokenizer.decode(ids[start:])
+
+
+# --- recovery: losses of all logits at once ----------------------------------------------------
+
+
+class Losses:
+    """What `moesaic.finetune.distill.Losses` gives, from all logits and all outputs at once."""
+
+    def __init__(self, student: Any, mix: Any, dense: Any = None):
+        self.student = student
+        self.mix = mix
+        self.dense = dense
+
+    def __call__(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        handles = []
+        if self.mix.ffn:
+            ffns = find_ffns(self.dense)
+            imitated = [ffns.last_module(layer) for layer in range(len(ffns.layers))]
+            for module in blocks_of(self.student):
+                handle = module.register_forward_hook(lambda *call: outputs.append(call[2]))
+                handles.append(handle)
+            for module in imitated:
+                handle = module.register_forward_hook(lambda *call: targets.append(call[2]))
+                handles.append(handle)
+        logits = self.student(input_ids=input_ids).logits.float()
+        losses: dict[str, torch.Tensor] = {}
+        lm: list[torch.Tensor] = []
+        kl: list[torch.Tensor] = []
+        if self.dense is not None:
+            with torch.no_grad():
+                taught = self.dense(input_ids=input_ids).logits.float()
+        for window in range(len(labels)):
+            for place in range(labels.shape[1] - 1):
+                label = int(labels[window, place + 1])
+                if label == -100:
+                    continue
+                log = logits[window, place].log_softmax(-1)
+                lm.append(-log[label])
+                if self.dense is not None:
+                    target = taught[window, place].log_softmax(-1)
+                    kl.append((target.exp() * (target - log)).sum())
+        losses["lm"] = torch.stack(lm).mean()
+        losses["loss"] = self.mix.lm * losses["lm"]
+        if self.mix.logits:
+            losses["logits"] = torch.stack(kl).mean()
+            losses["loss"] = losses["loss"] + self.mix.logits * losses["logits"]
+        if self.mix.ffn:
+            errors = []
+            for output, target in zip(outputs, targets, strict=True):
+                y = output.view(len(labels), -1).float()
+                wanted = target.view(len(labels), -1).float()
+                errors.append(((y - wanted).norm(dim=1) / wanted.norm(dim=1)) ** 2)
+            losses["ffn"] = torch.stack(errors).mean()
+            losses["loss"] = losses["loss"] + self.mix.ffn * losses["ffn"]
+        for handle in handles:
+            handle.remove()
+        return losses

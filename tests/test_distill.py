@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import moesaic
-from moesaic.finetune.distill import Mix, Teacher, logits_kl, relative_error
-from moesaic.finetune.options import Machine, Settings
+from moesaic.finetune.distill import Losses, relative_error
+from moesaic.finetune.head_losses import Hidden, head_losses
+from moesaic.finetune.options import Machine, Mix, Settings
 from moesaic.finetune.train import train
 from tests.families import CONTEXT, tiny_model, tokens
 
 
-def test_kl_of_two_coins() -> None:
-    """KL((1/2, 1/2) || (3/4, 1/4)) = ln 2 - ln 3 / 2 = 0.1438; a token that agrees adds 0."""
-    teacher = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
-    student = torch.tensor([[math.log(3.0), 0.0], [6.0, 7.0]])
-    found = logits_kl(student[None], teacher[None])
-    assert float(found) == pytest.approx((math.log(2) - math.log(3) / 2) / 2 + 0, abs=1e-3)
+class Words:
+    """A head without weights: hidden states are logits."""
+
+    vocabulary = 2
+
+    def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        return hidden_CD
+
+
+def test_losses_of_two_coins() -> None:
+    """KL((1/2, 1/2) || (3/4, 1/4)) = ln 2 - ln 3 / 2 = 0.1438; a token that agrees adds 0.
+
+    The student gives the next labels, 0 and 1, the probabilities 3/4 and 1 / (1 + 1/e).
+    """
+    teacher = torch.tensor([[[0.0, 0.0], [1.0, 2.0], [9.0, 0.0]]])
+    student = torch.tensor([[[math.log(3.0), 0.0], [6.0, 7.0], [0.0, 9.0]]])
+    labels = torch.tensor([[1, 0, 1]])
+    head: Any = Words()
+    found = head_losses(Hidden(head, student), Hidden(head, teacher), labels, Mix(0.5, 2))
+    kl = (math.log(2) - math.log(3) / 2) / 2
+    lm = (math.log(4 / 3) + math.log(1 + math.exp(-1))) / 2
+    assert float(found.logits) == pytest.approx(kl)
+    assert float(found.lm) == pytest.approx(lm)
+    assert float(found.weighted) == pytest.approx(0.5 * lm + 2 * kl)
 
 
 def test_relative_error_is_a_mean_over_windows() -> None:
@@ -33,17 +53,13 @@ def test_a_student_that_skips_nothing_has_no_loss(family: str) -> None:
     """All experts active and no repair: the FFNs and the logits are the dense model's."""
     dense, ids = tiny_model(family), tokens(2, CONTEXT, seed=3)
     student, _ = moesaic.convert(tiny_model(family), "cmoe", "S2A6E8", tokens(4, CONTEXT))
-    teacher = Teacher(dense, student, Mix(0, 1, 1))
-    with torch.no_grad(), teacher.forward():
-        logits = student(ids).logits
-    losses = teacher.losses(ids, logits)
+    with torch.no_grad():
+        losses = Losses(student, Mix(0, 1, 1), dense)(ids, ids)
     assert float(losses["ffn"]) < 1e-9
     assert abs(float(losses["logits"])) < 1e-5
     pruned, _ = moesaic.convert(tiny_model(family), "cmoe", "S2A2E8", tokens(4, CONTEXT))
-    teacher = Teacher(dense, pruned, Mix(0, 1, 1))
-    with torch.no_grad(), teacher.forward():
-        logits = pruned(ids).logits
-    losses = teacher.losses(ids, logits)
+    with torch.no_grad():
+        losses = Losses(pruned, Mix(0, 1, 1), dense)(ids, ids)
     assert float(losses["ffn"]) > 0.01
     assert float(losses["logits"]) > 0.001
 

@@ -25,7 +25,6 @@ from moesaic.finetune import run as run_module
 from moesaic.finetune import save as save_module
 from moesaic.finetune.balance import measure_loads
 from moesaic.finetune.defaults import usual_rate
-from moesaic.finetune.distill import Mix
 from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import (
     blocks_of,
@@ -35,7 +34,7 @@ from moesaic.finetune.lora import (
     wrap,
 )
 from moesaic.finetune.masked import masked, straight_through
-from moesaic.finetune.options import Machine, Settings
+from moesaic.finetune.options import Machine, Mix, Settings
 from moesaic.finetune.prepare import draw_windows
 from moesaic.finetune.train import RecoveryTrainer, Trained, gather, train
 from moesaic.modeling import MoesaicQuadraticRouter

@@ -11,9 +11,9 @@ import torch
 import moesaic
 from moesaic.families.load import load_model
 from moesaic.finetune.balance import chosen, hooked, measure_loads, refit_thresholds, run
-from moesaic.finetune.distill import Mix
 from moesaic.finetune.lora import blocks_of, merge, routers_of, wrap
 from moesaic.finetune.masked import masked
+from moesaic.finetune.options import Mix
 from moesaic.finetune.train import train
 from tests.families import CONTEXT, LAYERS, tokens
 from tests.mixtures import ACTIVE, MIXTURES, OUTER, tiny_mixture

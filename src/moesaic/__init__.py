@@ -15,12 +15,13 @@ from moesaic.registration import register
 
 if TYPE_CHECKING:
     from moesaic.comparison.compare import compare
-    from moesaic.conversion.convert import convert
     from moesaic.conversion.report import ConversionReport
     from moesaic.errors import MoesaicError
     from moesaic.evaluate.perplexity import perplexity
     from moesaic.export import ExportReport, explain, export
-    from moesaic.finetune import FinetuneReport, finetune
+    from moesaic.finetune.convert import convert
+    from moesaic.finetune.report import FinetuneReport
+    from moesaic.finetune.run import finetune
     from moesaic.layout import Layout
     from moesaic.methods.base import Method
     from moesaic.methods.contents import METHODS
@@ -54,7 +55,7 @@ _HOMES = {
     "Method": "moesaic.methods.base",
     "MoesaicError": "moesaic.errors",
     "compare": "moesaic.comparison.compare",
-    "convert": "moesaic.conversion.convert",
+    "convert": "moesaic.finetune.convert",
     "explain": "moesaic.export.fits",
     "export": "moesaic.export.run",
     "finetune": "moesaic.finetune.run",

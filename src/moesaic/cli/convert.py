@@ -114,6 +114,13 @@ def convert_command(
         str | None,
         typer.Option(help="Leave these layers as they are, as 0,11."),
     ] = None,
+    recover: Annotated[
+        int | None,
+        typer.Option(
+            help="Then train on so many tokens of the same text, to imitate the dense "
+            "model: 50000 is a start. [default: no training]"
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check everything and write nothing."),
@@ -140,6 +147,7 @@ def convert_command(
         "experts": numbers("--experts", experts),
         "min_tokens": min_tokens,
         "dense_layers": numbers("--dense-layers", dense_layers) or (),
+        "recover": recover,
     }
     choices["settings"] = parse_settings(settings or [])
     quieten()
@@ -159,7 +167,7 @@ def _convert(
     device: str,
     dtype: str,
 ) -> None:
-    from moesaic.conversion.convert import convert
+    from moesaic.finetune.convert import convert
 
     model, report = convert(
         **choices,
@@ -197,7 +205,7 @@ def _dry_run(
     choices: dict[str, Any], target_ratio: float | None, dtype: str
 ) -> None:
     """Says what a conversion would do."""
-    from moesaic.conversion.convert import dry_run
+    from moesaic.finetune.convert import dry_run
 
     prepared = dry_run(**choices, target_ratio=target_ratio, dtype=dtype)
     output = choices["output"]
@@ -215,7 +223,11 @@ def _dry_run(
         out.print(f"layouts to choose from: {layouts}")
     tokens = prepared.windows_NL.numel()
     layers = len(plan.moe.layers) or plan.dense_config.num_hidden_layers
+    recover = choices["recover"]
+    then = ""
+    if recover is not None:
+        then = f", train on about {recover:,} tokens of it,"
     out.print(
         f"would profile {tokens} tokens of {choices['calibration']} in each of "
-        f"{layers} layers and write {output}; nothing was written"
+        f"{layers} layers{then} and write {output}; nothing was written"
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.calibration.text import to_ids
-from moesaic.conversion.convert import convert
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.evaluate.work import count_macs
 from moesaic.families.load import load_model, load_tokenizer
+from moesaic.finetune.convert import convert
 from moesaic.layout import layouts_for
 from moesaic.methods.load import load_method
 from moesaic.output.draft import check_output

@@ -25,7 +25,7 @@ from moesaic.cli.tables import DEAD, explained, out
 from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
-    from moesaic.finetune import FinetuneReport
+    from moesaic.finetune.report import FinetuneReport
 
 
 def finetune_command(

@@ -150,6 +150,9 @@ def report_tables(report: ConversionReport, output: str) -> None:
     _print_warnings(report)
     _print_choices(report)
     _print_totals(report)
+    if report.recovery is not None:
+        _print_recovery(report, report.recovery)
+        return
     steps = next_steps(report, output)
     if steps:
         out.print("if that is too much loss, try one of:")
@@ -271,6 +274,28 @@ def _print_totals(report: ConversionReport) -> None:
         f"active FFN neurons {report.active_ffn_fraction:.1%}; for one token "
         f"multiply-accumulates {macs_change:+.1%}, bytes of weights read "
         f"{bytes_change:+.1%}; {report.seconds:.1f} s in all"
+    )
+
+
+def _print_recovery(report: ConversionReport, recovery: dict[str, Any]) -> None:
+    """What conversion and training each changed, on the same held-out text."""
+    settings = recovery["settings"]
+    tokens = settings["samples"] * settings["sequence_length"]
+    out.print(f"recovered on {tokens:,} tokens in {recovery['seconds']:.0f} s")
+    dense = report.dense_perplexity
+    written = recovery["perplexity"]
+    if recovery["folded"]:
+        written = recovery["folded_perplexity"]
+    if dense is None or report.perplexity is None or written is None:
+        return
+    lost = report.perplexity / dense
+    left = written / dense
+    out.print(
+        f"perplexity: dense {dense:.3f} -> converted {report.perplexity:.3f} (ratio "
+        f"{lost:.3f}) -> recovered {written:.3f} (ratio {left:.3f})"
+    )
+    out.print(
+        "the dense model has not trained on this text, and would gain by it too"
     )
 
 

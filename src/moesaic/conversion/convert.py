@@ -1,11 +1,13 @@
-"""Converts a dense model: checks, chooses a layout, converts layer by layer, writes."""
+"""Converts a dense model: checks, chooses a layout, converts layer by layer, writes.
+
+The public `moesaic.convert` is in finetune/convert.py, since recovery may follow.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +31,7 @@ from moesaic.conversion.layout_search import (
     search_plan,
 )
 from moesaic.conversion.model_card import model_card
-from moesaic.conversion.options import ConvertOptions, make_options
+from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.prepare import Prepared, prepare, source_name
 from moesaic.conversion.report import ConversionReport
@@ -44,109 +46,34 @@ from moesaic.families.load import (
     resolve,
     source_of,
 )
-from moesaic.layout import Layout
-from moesaic.methods.base import Method
 from moesaic.modeling import MoesaicReplacement
 from moesaic.output import draft as drafts
 from moesaic.output.model_card import licence_of
 
 
-def convert(
-    model: Any,
-    recipe: str | Path | Method = "moesaic",
-    layout: str | Layout | None = None,
-    calibration: Any = "wikitext2",
-    *,
-    settings: Mapping[str, object] | None = None,
-    sparsity: float | None = None,
-    target_ratio: float | None = None,
-    grain: str = "medium",
-    tokenizer: Any = None,
-    output: str | Path | None = None,
-    samples: int | None = None,
-    sequence_length: int | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    overwrite: bool = False,
-    resume: bool = False,
-    trust_remote_code: bool = False,
-    experts: Sequence[int] | None = None,
-    min_tokens: int | None = None,
-    dense_layers: Sequence[int] = (),
-    command: str | None = None,
-    progress: bool = False,
-) -> tuple[Any, ConversionReport]:
-    """Turns a dense causal language model into a mixture of experts, without training.
+def run_conversion(options: ConvertOptions) -> tuple[Any, ConversionReport]:
+    """Checks and prepares, then converts."""
+    started = time.perf_counter()
+    prepared = check_conversion(options)
+    model, report = convert_prepared(prepared)
+    report.seconds = time.perf_counter() - started
+    return model, report
 
-    `model` is a hub id, a folder, a GGUF file, `demo`, or a model in memory, which is
-    changed in place, in the dtype and on the device it has: its FFNs are replaced, its
-    class becomes MoesaicForCausalLM, in evaluation mode. (Load it again after an error:
-    its first layers may be converted.) `recipe` is a method: its name (`moesaic
-    methods`), a file, or a Method; `settings` are its fields. `calibration` is a SOURCE
-    (see `moesaic.calibration.text.read_documents`), a list of strings, a
-    `datasets.Dataset`, or token ids: one row, from which `samples` windows of
-    `sequence_length` are drawn, or a matrix of windows. Without a `layout`, a share
-    `sparsity` of the FFN neurons (0.25 unless given) is skipped, by the layout of that
-    `grain` (coarse, medium, fine) with the least held-out error of a few layers;
-    `target_ratio` skips as many as keep perplexity within that ratio of dense. In a
-    model that is a mixture already, every expert is converted by itself, on the tokens
-    that its router sends there (Section 4.4); a layout is of each expert. `experts`
-    names those to convert; ones that see fewer than `min_tokens` (unless said, as many
-    as an expert has neurons) stay whole, and the report names them. `dense_layers` stay
-    as they are. `output` writes the model folder, layer by layer and resumable, and
-    measures perplexity before and after on held-out text.
 
-    Returns the converted model and its report. Raises MoesaicError for any bad input
-    and leaves nothing on the disk then. Time: the layers take two (cmoe) to three and a
-    half (moesaic) forward passes over the calibration tokens; loading, the choice of a
-    layout and the two perplexities come on top. Memory: the dense weights, two FFNs
-    more, the inputs of one layer and its FFN for all tokens, and what a method's
-    statistics take (docs/architecture.md).
+def check_conversion(options: ConvertOptions) -> Prepared:
+    """Checks all of a conversion's input but the weights, and reads its text.
+
+    Writes nothing.
     """
-    options = make_options(
-        model,
-        recipe,
-        layout,
-        calibration,
-        settings=settings,
-        sparsity=sparsity,
-        target_ratio=target_ratio,
-        grain=grain,
-        tokenizer=tokenizer,
-        output=output,
-        samples=samples,
-        sequence_length=sequence_length,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-        overwrite=overwrite,
-        resume=resume,
-        trust_remote_code=trust_remote_code,
-        experts=experts,
-        min_tokens=min_tokens,
-        dense_layers=dense_layers,
-        command=command,
-        progress=progress,
-    )
-    return run_conversion(options)
-
-
-def dry_run(
-    model: Any, recipe: Any, layout: Any, calibration: Any, **others: Any
-) -> Prepared:
-    """Checks all that `convert` is given, and writes nothing."""
-    options = make_options(model, recipe, layout, calibration, **others)
     prepared = prepare(options)
     check_target(options, prepared.validation)
     return prepared
 
 
-def run_conversion(options: ConvertOptions) -> tuple[Any, ConversionReport]:
-    """Prepare, load, check, choose a plan, share budgets, convert, measure, write."""
+def convert_prepared(prepared: Prepared) -> tuple[Any, ConversionReport]:
+    """Load, check, choose a plan, share budgets, convert, measure, write."""
     started = time.perf_counter()
-    prepared = prepare(options)
-    check_target(options, prepared.validation)
+    options = prepared.options
     conversion = _begin(options, prepared)
     if options.output is None:
         conversion.convert(None)

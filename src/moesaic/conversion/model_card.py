@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from moesaic.conversion.report import ConversionReport
@@ -18,23 +19,34 @@ _OUR_WAY = "Use, with moesaic installed (or with `trust_remote_code=True` and no
 
 
 def model_card(
-    report: ConversionReport, moe: MoEConfig, licence: str | None, command: str
+    report: ConversionReport,
+    moe: MoEConfig,
+    licence: str | None,
+    command: str,
+    recovery: Sequence[Row] = (),
 ) -> str:
-    """README.md of a converted model."""
+    """README.md of a converted model; `recovery` says how it was trained afterwards."""
     base = moe.base_model
     alone = moe.first_sizes.expert == 1
     ordinary = moe.changes is not None
     title = f"{Path(base).name}, {report.layout}"
     method = _method(moe.name)
-    summary = f"{base} {_what(moe, alone)}, without training.{method}"
+    trained = "without training"
+    if recovery:
+        trained = "then recovered by light fine-tuning"
+    summary = f"{base} {_what(moe, alone)}, {trained}.{method}"
     sections = ["Command:", code(command)]
     if ordinary:
         sections += ["Use, with transformers alone:", code(_STOCK_USE)]
     else:
         sections += [_OUR_WAY, code(_OUR_USE)]
     sections.append(f"{_measured(moe, alone)} in `moesaic_report.json`.")
+    if recovery:
+        sections.append(
+            "The training is in `moesaic_finetune.json` and `learning_curve.csv`."
+        )
     front = front_matter(licence, base)
-    rows = _rows(report, moe, licence)
+    rows = [*_rows(report, moe, licence), *recovery]
     return build_card(front, title, summary, rows, sections)
 
 

@@ -47,11 +47,15 @@ class ValidationText:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A conversion whose every input has been checked and read, but for the weights."""
+    """A conversion whose every input has been checked and read, but for the weights.
+
+    `ids` is the text without what is held out: calibration windows come from it.
+    """
 
     options: ConvertOptions
     plans: list[Plan]  # of the layouts that could serve, the usual one first
     tokenizer: Any
+    ids: Tensor  # one row, or a matrix of windows
     calibration: CalibrationSet
     validation: ValidationText | None
     length: int  # tokens of a window that perplexities are measured on
@@ -97,7 +101,9 @@ def prepare(options: ConvertOptions) -> Prepared:
             f"windows of {calibration.length} tokens exceed {context}, the context of "
             f"{options.model_name}"
         )
-    return Prepared(options, plans, tokenizer, calibration, validation, length)
+    return Prepared(
+        options, plans, tokenizer, ids, calibration, validation, length
+    )
 
 
 def check_needs(method: Method) -> None:

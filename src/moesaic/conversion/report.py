@@ -12,7 +12,8 @@ from moesaic.conversion.layer_error import LayerReport
 class ConversionReport:
     """What was done and what it cost.
 
-    Perplexities are None where nothing was held out.
+    Perplexities are None where nothing was held out. `recovery` is what training made
+    of it, where `recover` was asked for: a FinetuneReport as plain data.
     """
 
     model: str
@@ -39,12 +40,24 @@ class ConversionReport:
     seconds: float = 0.0
     step_seconds: dict[str, float] = field(default_factory=dict)
     layers: list[LayerReport] = field(default_factory=list)
+    recovery: dict[str, Any] | None = None
 
     def to_dict(self, timing: bool = True) -> dict[str, Any]:
         """As plain data; without `timing` two equal runs give equal bytes."""
         values = asdict(self)
         values["layers"] = [layer.to_dict(timing) for layer in self.layers]
+        if self.recovery is None:
+            del values["recovery"]
         if not timing:
             del values["seconds"]
             del values["step_seconds"]
         return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ConversionReport:
+        """What `to_dict` gave, with or without timing."""
+        layers = []
+        for row in values["layers"]:
+            with_seconds = {"seconds": None} | row
+            layers.append(LayerReport(**with_seconds))
+        return cls(**values | {"layers": layers})

@@ -273,14 +273,15 @@ def hooked(
 
 
 def run(model: Any, windows_NL: Tensor) -> None:
-    """One forward pass over all windows, in evaluation mode; its outputs go unread."""
+    """One forward pass over all windows, in evaluation mode, without the head."""
     training = model.training
     model.eval()
+    layers = model.get_decoder()
     device = model.get_input_embeddings().weight.device
     length = windows_NL.shape[1]
     batch_size = max(1, BATCH_TOKENS // length)
     for ids_BL in windows_NL.split(batch_size):
-        model(input_ids=ids_BL.to(device), use_cache=False)
+        layers(input_ids=ids_BL.to(device), use_cache=False)
     model.train(training)
 
 
@@ -358,12 +359,13 @@ def refit_thresholds(model: Any, windows_NL: Tensor) -> None:
     if not routers and not neuron_blocks:
         return
     model.eval()
+    layers = model.get_decoder()
     device = model.get_input_embeddings().weight.device
     with (
         hooked(routers, _refit_router, before=True),
         hooked(neuron_blocks, _refit_neurons, before=True),
     ):
-        model(input_ids=windows_NL.to(device), use_cache=False)
+        layers(input_ids=windows_NL.to(device), use_cache=False)
 
 
 def _refit_router(layer: int, router: Any, args: Any) -> None:

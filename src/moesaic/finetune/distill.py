@@ -1,44 +1,25 @@
-"""Losses against the dense model: on logits, and FFN by FFN.
+"""What is minimised: losses on the text, and against the dense model.
 
-Shape suffixes: B windows, L tokens of one, T tokens, D hidden_size, V vocabulary.
+The dense model's losses are on logits, and FFN by FFN.
+
+Shape suffixes: B windows, L tokens of one, D hidden_size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
+from torch.autograd.graph import saved_tensors_hooks
 
 from moesaic.families import find_ffns
+from moesaic.families.head import Head
+from moesaic.finetune.head_losses import Hidden, head_losses
 from moesaic.finetune.lora import blocks_of
-
-
-@dataclass(frozen=True)
-class Mix:
-    """How much each loss counts.
-
-    They are of the next token, the KL of the logits, and the FFNs' relative error.
-    """
-
-    lm: float = 1.0
-    logits: float = 0.0
-    ffn: float = 0.0
-
-
-def logits_kl(student_BLV: Tensor, teacher_BLV: Tensor) -> Tensor:
-    """KL(teacher || student), the mean over tokens, in nats."""
-    student_TV = student_BLV.flatten(0, -2).float()
-    teacher_TV = teacher_BLV.flatten(0, -2).float()
-    student_TV = log_softmax(student_TV, dim=-1)
-    teacher_TV = log_softmax(teacher_TV, dim=-1)
-    return kl_div(
-        student_TV, teacher_TV, reduction="batchmean", log_target=True
-    )
+from moesaic.finetune.options import Mix
 
 
 def relative_error(y_BLD: Tensor, target_BLD: Tensor) -> Tensor:
@@ -56,82 +37,102 @@ def relative_error(y_BLD: Tensor, target_BLD: Tensor) -> Tensor:
     return relative_B.mean()
 
 
-class Teacher:
-    """The dense model, frozen, and its losses for the student's tokens.
+class Losses:
+    """The losses of a student for some windows, in place of its logits.
 
-    An FFN is compared with the dense model's own on the same token, each in its own
-    stream. (Against the dense FFN on the student's input attention would learn inputs
-    that are easy to imitate: docs/log.md.)
+    It is called as the student's own forward would be, so that what is wrapped around
+    a model in training (several processes, shards, mixed precision) is around the
+    losses too. An FFN is compared with the dense model's own on the same token, each in
+    its own stream. (Against the dense FFN on the student's input attention would learn
+    inputs that are easy to imitate: docs/log.md.)
     """
 
-    def __init__(self, dense: Any, student: Any, mix: Mix):
-        self.dense = dense.eval().requires_grad_(False)
+    def __init__(self, student: Any, mix: Mix, dense: Any = None):
+        self.student = student
+        self.head = Head(student)
         self.mix = mix
-        self.outputs: list[Tensor] = []
-        self.targets: list[Tensor] = []
-        self.recording = False
+        self.teacher: Head | None = None
+        self.imitated: list[Any] = []
+        if dense is not None:
+            self.teacher = Head(dense.eval().requires_grad_(False))
         if mix.ffn:
-            self._record_ffns(student)
+            ffns = find_ffns(dense)
+            layers = student.config.moesaic.layers
+            self.imitated = [ffns.last_module(layer) for layer in layers]
 
-    def _record_ffns(self, student: Any) -> None:
-        """Hooks that keep what each FFN, the student's and the dense one, puts out."""
-        record_output = self._recorder(self.outputs)
-        for block in blocks_of(student):
-            block.register_forward_hook(record_output)
-        record_target = self._recorder(self.targets)
-        ffns = find_ffns(self.dense)
-        for layer in student.config.moesaic.layers:
-            module = ffns.last_module(layer)
-            module.register_forward_hook(record_target)
+    def __call__(
+        self, input_ids: Tensor, labels: Tensor, **_: Any
+    ) -> dict[str, Tensor]:
+        """`loss`, which has a gradient, and its parts `lm`, `logits` and `ffn`.
 
-    def _recorder(self, outputs: list[Tensor]) -> Any:
-        def record(module: Any, args: Any, output: Tensor) -> None:
-            if self.recording:
-                outputs.append(output)
-
-        return record
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around the student's forward pass, before `losses`.
-
-        A pass made again for gradient checkpointing is outside, and is not recorded.
+        Only those that count, but always `lm`.
         """
-        self.outputs.clear()
-        self.recording = True
-        try:
-            yield
-        finally:
-            self.recording = False
-
-    def losses(self, ids: Tensor, logits: Tensor) -> dict[str, Tensor]:
-        """`logits` and `ffn`, those that count, of the forward pass just made."""
-        teacher_logits = self._dense_logits(ids)
-        losses = {}
+        teacher, targets = self._imitated(input_ids)
+        with self._compared(targets, len(input_ids)) as errors:
+            hidden_BLD = self.head.hidden_states(input_ids)
+        student = Hidden(self.head, hidden_BLD)
+        on_head = head_losses(student, teacher, labels, self.mix)
+        losses = {"loss": on_head.weighted, "lm": on_head.lm}
         if self.mix.logits:
-            losses["logits"] = logits_kl(logits, teacher_logits)
+            losses["logits"] = on_head.logits
         if self.mix.ffn:
-            losses["ffn"] = self._ffn_error(ids)
-        self.outputs.clear()
-        self.targets.clear()
+            error = torch.stack(errors).mean()
+            losses["loss"] = losses["loss"] + self.mix.ffn * error
+            losses["ffn"] = error.detach()
         return losses
 
     @torch.no_grad()
-    def _dense_logits(self, ids: Tensor) -> Any:
-        self.targets.clear()
-        self.recording = True
-        outputs = self.dense(input_ids=ids, use_cache=False)
-        self.recording = False
-        return outputs.logits
+    def _imitated(self, ids_BL: Tensor) -> tuple[Hidden | None, list[Tensor]]:
+        """The dense model's last hidden states, and what its FFNs put out."""
+        if self.teacher is None:
+            return None, []
+        targets: list[Tensor] = []
 
-    def _ffn_error(self, ids: Tensor) -> Tensor:
-        """The relative error, the mean over layers."""
-        width = self.targets[0].shape[-1]
-        shape = (*ids.shape, width)  # some families flatten windows
-        errors = []
-        for output, target in zip(self.outputs, self.targets, strict=True):
-            y_BLD = output.view(shape)
-            target_BLD = target.view(shape)
-            error = relative_error(y_BLD, target_BLD)
+        def keep(module: Any, args: Any, output: Tensor) -> None:
+            targets.append(output)
+
+        with hooked(self.imitated, keep):
+            hidden_BLD = self.teacher.hidden_states(ids_BL)
+        return Hidden(self.teacher, hidden_BLD), targets
+
+    @contextmanager
+    def _compared(
+        self, targets: list[Tensor], windows: int
+    ) -> Iterator[list[Tensor]]:
+        """Every FFN's error against the first target left, as soon as it is known.
+
+        Neither the output nor the target is needed then.
+        """
+        errors: list[Tensor] = []
+
+        def compare(module: Any, args: Any, output: Tensor) -> None:
+            target = targets.pop(0)
+            # Some families flatten windows.
+            shape = (windows, -1, output.shape[-1])
+            # Kept as it is: gradient checkpointing would look for it when it calls the
+            # block again, without this hook.
+            with saved_tensors_hooks(_as_it_is, _as_it_is):
+                error = relative_error(output.view(shape), target.view(shape))
             errors.append(error)
-        return torch.stack(errors).mean()
+
+        blocks = blocks_of(self.student) if self.mix.ffn else []
+        with hooked(blocks, compare):
+            yield errors
+
+
+@contextmanager
+def hooked(modules: Iterable[Any], hook: Any) -> Iterator[None]:
+    """Calls hook(module, args, output) for a while.
+
+    Gradient checkpointing calls the modules again later, which does not count.
+    """
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

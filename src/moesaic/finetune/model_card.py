@@ -25,6 +25,21 @@ def finetune_card(
     return build_card(front, title, summary, rows, sections)
 
 
+def recovery_rows(report: FinetuneReport) -> list[Row]:
+    """The training in the card of a model that was converted in the same run.
+
+    That card says already which model it was and on what it is measured.
+    """
+    elsewhere = ("Converted model", "Perplexity before", "Measured on")
+    rows = _setting_rows(report) + _perplexity_rows(report)
+    kept = {name: value for name, value in rows if name not in elsewhere}
+    renamed = {
+        "Text": "Recovered on",
+        "Perplexity after": "Perplexity, recovered",
+    }
+    return [(renamed.get(name, name), value) for name, value in kept.items()]
+
+
 def _setting_rows(report: FinetuneReport) -> list[Row]:
     values = report.settings
     model, imitated = report.public_names

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from moesaic.finetune.distill import Mix
-
 AUTO_TEACHER = "auto"  # the dense model that the converted one was made from
 NO_TEACHER = "none"
 
@@ -64,6 +62,18 @@ class FinetuneOptions:
             checkpoint_every=self.checkpoint_every,
             progress=self.progress,
         )
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How much each loss counts.
+
+    They are of the next token, the KL of the logits, and the FFNs' relative error.
+    """
+
+    lm: float = 1.0
+    logits: float = 0.0
+    ffn: float = 0.0
 
 
 @dataclass(frozen=True)

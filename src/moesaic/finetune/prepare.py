@@ -24,11 +24,11 @@ from moesaic.families.load import (
 )
 from moesaic.finetune.checks import check_options
 from moesaic.finetune.defaults import usual_batch_size, usual_rate
-from moesaic.finetune.distill import Mix
 from moesaic.finetune.options import (
     AUTO_TEACHER,
     NO_TEACHER,
     FinetuneOptions,
+    Mix,
     Settings,
 )
 from moesaic.output import draft as checkpoint
@@ -41,43 +41,57 @@ TEACHER_ADVICE = (
 
 
 @dataclass(frozen=True)
+class TrainingText:
+    """The text of a fine-tuning, and what its model is measured on.
+
+    `ids` are one row or a matrix of windows. `validation` is not trained on; None where
+    the text is too short for that. `measured` is the converted model's perplexity on
+    it and the tokens predicted, where they are known already.
+    """
+
+    tokenizer: Any
+    ids: Tensor
+    source: str
+    validation: ValidationText | None
+    measured: tuple[float, int] | None = None
+
+
+@dataclass(frozen=True)
 class TrainingInput:
     """A fine-tuning's input, checked and read, all but the weights.
 
     `teacher` is the name or path of the dense model to imitate, None where there is
-    none. `validation` is not trained on; None where the text is too short for that.
+    none.
     """
 
     options: FinetuneOptions
     settings: Settings
-    tokenizer: Any
+    text: TrainingText
     windows_NL: Tensor
-    source: str
-    validation: ValidationText | None
     teacher: str | None
 
 
-def prepare(options: FinetuneOptions) -> TrainingInput:
-    """Checks all of a fine-tuning's input and reads its text.
+def prepare(
+    options: FinetuneOptions, text: TrainingText | None = None
+) -> TrainingInput:
+    """Checks all of a fine-tuning's input and reads its text, unless it is given.
 
     Raises MoesaicError for any bad input but broken weights. Writes nothing.
     """
     check_options(options)
     config = load_config(options.model, options.trust_remote_code)
     _check_converted(options.model, config)
-    _check_rank(options.rank, config)
+    check_rank(options.rank, config)
     if PartialState(cpu=options.use_cpu).is_main_process:
         checkpoint.check_output(
             options.output, options.overwrite, options.resume
         )
     teacher = find_teacher(options, config)
-    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
-    source = _source(options, config)
     length = window_length([config], options.sequence_length)
-    all_ids = to_ids(source, tokenizer)
-    ids, validation = hold_out(all_ids, source, tokenizer, length)
+    if text is None:
+        text = _read_text(options, config, length)
     _check_tokens(options.samples, length)
-    windows_NL = draw_windows(ids, options.samples, length, options.seed)
+    windows_NL = draw_windows(text.ids, options.samples, length, options.seed)
     # Windows that were given may be too long.
     window_length([config], windows_NL.shape[1])
     batch_size = _batch_size(options, len(windows_NL))
@@ -87,12 +101,21 @@ def prepare(options: FinetuneOptions) -> TrainingInput:
     return TrainingInput(
         options=options,
         settings=settings,
-        tokenizer=tokenizer,
+        text=text,
         windows_NL=windows_NL,
-        source=source_name(source),
-        validation=validation,
         teacher=teacher,
     )
+
+
+def _read_text(
+    options: FinetuneOptions, config: Any, length: int
+) -> TrainingText:
+    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    source = _source(options, config)
+    all_ids = to_ids(source, tokenizer)
+    ids, validation = hold_out(all_ids, source, tokenizer, length)
+    name = source_name(source)
+    return TrainingText(tokenizer, ids, name, validation)
 
 
 def _check_converted(model: str, config: Any) -> None:
@@ -108,7 +131,7 @@ def _check_converted(model: str, config: Any) -> None:
         )
 
 
-def _check_rank(rank: int, config: Any) -> None:
+def check_rank(rank: int, config: Any) -> None:
     hidden_size = config.get_text_config().hidden_size
     if rank > hidden_size:
         raise MoesaicError(

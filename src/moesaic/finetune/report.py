@@ -72,10 +72,10 @@ class FinetuneReport:
 def new_report(inputs: TrainingInput, student: Any) -> FinetuneReport:
     """What is known before training."""
     options = inputs.options
-    validation = inputs.validation
+    validation = inputs.text.validation
     return FinetuneReport(
         model=options.model,
-        data=inputs.source,
+        data=inputs.text.source,
         distill=inputs.teacher,
         teacher_tuned=options.tune_teacher,
         settings=inputs.settings.to_dict(),

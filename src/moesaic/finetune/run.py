@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from rich.console import Console
 from torch import Tensor
 
 from moesaic.calibration.checks import check_vocabulary
@@ -24,16 +25,22 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families.load import load_model
 from moesaic.finetune.balance import measure_loads, refit_thresholds
-from moesaic.finetune.checks import is_set
-from moesaic.finetune.distill import Mix
+from moesaic.finetune.checks import SHARDED, is_set
+from moesaic.finetune.estimate import training_seconds
 from moesaic.finetune.fingerprint import fingerprint
 from moesaic.finetune.lora import merge as merge_lora
-from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions
-from moesaic.finetune.prepare import TrainingInput, check_teacher, prepare
+from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions, Mix
+from moesaic.finetune.prepare import (
+    TrainingInput,
+    TrainingText,
+    check_teacher,
+    prepare,
+)
 from moesaic.finetune.report import FinetuneReport, new_report
 from moesaic.finetune.save import save_model, write_files
 from moesaic.finetune.train import Trained, gather, train
 from moesaic.output import draft as checkpoint
+from moesaic.progress import duration
 
 # Training tokens on which loads, gates and thresholds are measured.
 LOAD_TOKENS = 8192
@@ -128,14 +135,17 @@ def finetune(
     return run(options)
 
 
-def run(options: FinetuneOptions) -> FinetuneReport:
-    """The steps of a fine-tuning, in their order."""
+def run(
+    options: FinetuneOptions, text: TrainingText | None = None
+) -> FinetuneReport:
+    """The steps of a fine-tuning, in their order. Reads the text unless it is given."""
     started = time.perf_counter()
-    inputs = prepare(options)
+    inputs = prepare(options, text)
     student = load_student(inputs)
     teacher = load_teacher(inputs, student)
     report = new_report(inputs, student)
     measure_before(student, inputs, report)
+    announce(student, inputs)
     with open_output(inputs, student, report) as draft:
         if inputs.options.tune_teacher:
             teacher = tune_teacher(teacher, inputs, draft, report)
@@ -198,14 +208,37 @@ def load_teacher(inputs: TrainingInput, student: Any) -> Any:
 def measure_before(
     student: Any, inputs: TrainingInput, report: FinetuneReport
 ) -> None:
-    """Perplexity before training, where text is held out."""
-    validation = inputs.validation
-    if validation is None or not is_first_process(inputs.options):
+    """Perplexity before training, where text is held out; not if it is known."""
+    text = inputs.text
+    if text.validation is None or not is_first_process(inputs.options):
         return
-    length = inputs.settings.sequence_length
-    value, tokens = perplexity(student, validation.ids, length, HELDOUT_TOKENS)
-    report.perplexity_before = value
-    report.heldout_tokens = tokens
+    measured = text.measured
+    if measured is None:
+        measured = perplexity(
+            student,
+            text.validation.ids,
+            inputs.settings.sequence_length,
+            HELDOUT_TOKENS,
+        )
+    report.perplexity_before, report.heldout_tokens = measured
+
+
+def announce(student: Any, inputs: TrainingInput) -> None:
+    """Says how long training will take, where progress is wanted."""
+    options = inputs.options
+    is_sharded = any(is_set(name) for name in SHARDED)
+    if not options.progress or is_sharded or not is_first_process(options):
+        return
+    processes = PartialState(cpu=options.use_cpu).num_processes
+    seconds = training_seconds(student, inputs, processes)
+    settings = inputs.settings
+    steps = settings.samples // settings.batch_size * settings.epochs
+    tokens = inputs.windows_NL.numel() * settings.epochs
+    console = Console(stderr=True)
+    console.print(
+        f"training on {tokens:,} tokens in {steps:,} steps: about "
+        f"{duration(seconds)}, by a forward pass"
+    )
 
 
 @contextmanager
@@ -260,7 +293,7 @@ def tune_teacher(
         resume=options.resume,
     )
     teacher = merge_lora(trained.model)
-    validation = inputs.validation
+    validation = inputs.text.validation
     if validation is not None and is_first_process(options):
         length = settings.sequence_length
         value, _ = perplexity(teacher, validation.ids, length, HELDOUT_TOKENS)

@@ -57,8 +57,8 @@ def save_model(
     else:
         report.perplexity = heldout_perplexity(wrapped, inputs)
         wrapped.save_pretrained(folder)
-    if inputs.tokenizer is not None:
-        inputs.tokenizer.save_pretrained(folder)
+    if inputs.text.tokenizer is not None:
+        inputs.text.tokenizer.save_pretrained(folder)
 
 
 def _clear(folder: Path) -> None:
@@ -75,7 +75,7 @@ def _clear(folder: Path) -> None:
 
 def heldout_perplexity(model: Any, inputs: TrainingInput) -> float | None:
     """On the text that was held out; None where there is none."""
-    validation = inputs.validation
+    validation = inputs.text.validation
     if validation is None:
         return None
     length = inputs.settings.sequence_length

@@ -11,7 +11,10 @@ from moesaic.progress import Ticker
 
 
 class EachStep(TrainerCallback):
-    """Moves the biases after every optimiser step, and shows how far the run is."""
+    """Moves the biases after every optimiser step, and shows how far the run is.
+
+    Progress is counted in windows, since a step may take minutes.
+    """
 
     def __init__(self, balancer: Balancer | None, progress: bool):
         self.balancer = balancer
@@ -21,13 +24,21 @@ class EachStep(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **_: Any
     ) -> None:
+        step = _windows_at_once(args) * args.gradient_accumulation_steps
         shown_here = self.wanted and state.is_world_process_zero
         self.ticker = Ticker(
-            "training",
-            state.max_steps,
-            done=state.global_step,
+            "training, windows",
+            state.max_steps * step,
+            done=state.global_step * step,
             enabled=shown_here,
         )
+
+    def on_substep_end(
+        self, args: Any, state: Any, control: Any, **_: Any
+    ) -> None:
+        """After each micro-batch of a step but the last."""
+        if self.ticker is not None:
+            self.ticker.advance(_windows_at_once(args))
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, **_: Any
@@ -35,16 +46,22 @@ class EachStep(TrainerCallback):
         if self.balancer is not None:
             self.balancer.step()
         if self.ticker is not None:
-            self.ticker.reach(state.global_step)
+            self.ticker.advance(_windows_at_once(args))
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
     ) -> None:
         if self.ticker is not None and logs and "loss" in logs:
-            self.ticker.describe(f"training, loss {logs['loss']:.4f}")
+            self.ticker.describe(f"training, loss {logs['loss']:.4f}, windows")
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, **_: Any
     ) -> None:
         if self.ticker is not None:
             self.ticker.stop()
+
+
+def _windows_at_once(args: Any) -> int:
+    """Windows of a micro-batch, over all processes."""
+    windows: int = args.per_device_train_batch_size * args.world_size
+    return windows

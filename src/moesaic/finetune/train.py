@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments, set_seed
 
+from moesaic.families.head import check_head, replaced_forward
 from moesaic.finetune.balance import Balancer, Loads, measure_loads
-from moesaic.finetune.distill import Teacher
+from moesaic.finetune.distill import Losses
 from moesaic.finetune.lora import (
     NAME,
     freeze,
@@ -72,6 +73,7 @@ def train(
     """
     set_seed(settings.seed)
     model.config.use_cache = False
+    check_head(model, windows_NL[0])
     # Measured before wrapping: the balance keeps the biases near where they were.
     routers = routers_of(model)
     centre = [router.selection_bias.clone() for router in routers]
@@ -84,9 +86,7 @@ def train(
         balancer = Balancer(
             wrapped, settings.balance_rate, centre, loads.spread_L
         )
-    teacher = None
-    if dense is not None:
-        teacher = Teacher(dense, wrapped, settings.mix)
+    losses = Losses(model, settings.mix, dense)
     arguments = _arguments(model, settings, machine, folder)
     rows = []
     for window_L in windows_NL:
@@ -98,14 +98,14 @@ def train(
         train_dataset=rows,
         settings=settings,
         balancer=balancer,
-        teacher=teacher,
+        teacher=dense,
         progress=machine.progress,
     )
     checkpoint = None
     if resume and folder is not None:
         checkpoint = last_checkpoint(folder)
     path = None if checkpoint is None else str(checkpoint)
-    with masked(wrapped):
+    with masked(wrapped), replaced_forward(model, losses):
         trainer.train(resume_from_checkpoint=path)
     log = trainer.state.log_history
     history = [line for line in log if "loss" in line]
@@ -214,28 +214,31 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 class RecoveryTrainer(Trainer):
-    """Trainer with a rate for each kind of weight, a teacher's losses, and balance."""
+    """Trainer with a rate for each kind of weight, and balance.
+
+    The model is one whose forward gives `Losses`.
+    """
 
     def __init__(
         self,
         *,
         settings: Settings,
         balancer: Balancer | None,
-        teacher: Teacher | None,
+        teacher: Any,
         progress: bool,
         **others: Any,
     ):
         super().__init__(**others)
         self.settings = settings
         self.balancer = balancer
-        self.teacher = teacher
         # Windows are equally long, so that means over batches are exact.
         self.model_accepts_loss_kwargs = False
         self.parts: dict[str, list[Tensor]] = {}
         self._remove_printer()
         self.add_callback(EachStep(balancer, progress))
+        self.teacher = teacher
         if teacher is not None:
-            teacher.dense.to(self.args.device)
+            teacher.to(self.args.device)
 
     def _remove_printer(self) -> None:
         """Trainer's own printing of every logged line to standard output."""
@@ -264,31 +267,18 @@ class RecoveryTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        ids = inputs["input_ids"]
-        with ExitStack() as recording:
-            if self.balancer is not None:
-                recording.enter_context(self.balancer.forward())
-            if self.teacher is not None:
-                recording.enter_context(self.teacher.forward())
-            outputs = model(
-                input_ids=ids, labels=inputs["labels"], use_cache=False
+        counted: Any = nullcontext()
+        if self.balancer is not None:
+            counted = self.balancer.forward()
+        with counted:
+            losses = model(
+                input_ids=inputs["input_ids"], labels=inputs["labels"]
             )
-        parts = {"lm": outputs.loss}
-        if self.teacher is not None:
-            parts |= self.teacher.losses(ids, outputs.logits)
-        loss = self._weighted(parts)
-        for name, part in parts.items():
+        loss = losses.pop("loss")
+        for name, part in losses.items():
             logged = self.parts.setdefault(name, [])
-            logged.append(part.detach())
-        return (loss, outputs) if return_outputs else loss
-
-    def _weighted(self, parts: dict[str, Tensor]) -> Any:
-        mix = self.settings.mix
-        loss: Any = 0.0
-        for name, part in parts.items():
-            weight = getattr(mix, name)
-            loss = loss + weight * part
-        return loss
+            logged.append(part)
+        return (loss, losses) if return_outputs else loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clips, and stops before a step that would spoil the weights.

@@ -337,9 +337,13 @@ def finish(
     take_name(draft, output)
 
 
-def take_name(draft: Path, output: Path) -> None:
-    """Gives the finished folder in the draft its name; what had it goes only then."""
-    folder = draft / _MODEL
+def take_name(draft: Path, output: Path, folder: Path | None = None) -> None:
+    """Gives the finished folder in the draft its name; what had it goes only then.
+
+    That is `model` unless another one is named.
+    """
+    if folder is None:
+        folder = draft / _MODEL
     old = draft / _OLD
     sync_all(folder)
     if output.exists():

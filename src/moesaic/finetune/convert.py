@@ -1,0 +1,125 @@
+"""Conversion as users call it, with recovery right after it where they ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moesaic.conversion.convert import check_conversion, run_conversion
+from moesaic.conversion.options import make_options
+from moesaic.conversion.prepare import Prepared
+from moesaic.conversion.report import ConversionReport
+from moesaic.layout import Layout
+from moesaic.methods.base import Method
+
+
+def convert(
+    model: Any,
+    recipe: str | Path | Method = "moesaic",
+    layout: str | Layout | None = None,
+    calibration: Any = "wikitext2",
+    *,
+    settings: Mapping[str, object] | None = None,
+    sparsity: float | None = None,
+    target_ratio: float | None = None,
+    grain: str = "medium",
+    tokenizer: Any = None,
+    output: str | Path | None = None,
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    trust_remote_code: bool = False,
+    experts: Sequence[int] | None = None,
+    min_tokens: int | None = None,
+    dense_layers: Sequence[int] = (),
+    recover: int | None = None,
+    command: str | None = None,
+    progress: bool = False,
+) -> tuple[Any, ConversionReport]:
+    """Turns a dense causal language model into a mixture of experts, without training.
+
+    `model` is a hub id, a folder, a GGUF file, `demo`, or a model in memory, which is
+    changed in place, in the dtype and on the device it has: its FFNs are replaced, its
+    class becomes MoesaicForCausalLM, in evaluation mode. (Load it again after an error:
+    its first layers may be converted.) `recipe` is a method: its name (`moesaic
+    methods`), a file, or a Method; `settings` are its fields. `calibration` is a SOURCE
+    (see `moesaic.calibration.text.read_documents`), a list of strings, a
+    `datasets.Dataset`, or token ids: one row, from which `samples` windows of
+    `sequence_length` are drawn, or a matrix of windows. Without a `layout`, a share
+    `sparsity` of the FFN neurons (0.25 unless given) is skipped, by the layout of that
+    `grain` (coarse, medium, fine) with the least held-out error of a few layers;
+    `target_ratio` skips as many as keep perplexity within that ratio of dense. In a
+    model that is a mixture already, every expert is converted by itself, on the tokens
+    that its router sends there (Section 4.4); a layout is of each expert. `experts`
+    names those to convert; ones that see fewer than `min_tokens` (unless said, as many
+    as an expert has neurons) stay whole, and the report names them. `dense_layers` stay
+    as they are. `output` writes the model folder, layer by layer and resumable, and
+    measures perplexity before and after on held-out text.
+
+    `recover` trains the converted model on so many tokens of the same text, as
+    `moesaic.finetune` would, to imitate the dense model. It needs an `output` and a
+    model that is no object in memory. The report's `recovery` says what it gained.
+
+    Returns the converted model and its report. Raises MoesaicError for any bad input
+    and leaves nothing on the disk then. Time: the layers take two (cmoe) to three and a
+    half (moesaic) forward passes over the calibration tokens; loading, the choice of a
+    layout and the two perplexities come on top. Memory: the dense weights, two FFNs
+    more, the inputs of one layer and its FFN for all tokens, and what a method's
+    statistics take (docs/architecture.md). `recover` costs about four forward passes
+    for each of its tokens, and then holds the converted model and the dense one.
+    """
+    options = make_options(
+        model,
+        recipe,
+        layout,
+        calibration,
+        settings=settings,
+        sparsity=sparsity,
+        target_ratio=target_ratio,
+        grain=grain,
+        tokenizer=tokenizer,
+        output=output,
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        overwrite=overwrite,
+        resume=resume,
+        trust_remote_code=trust_remote_code,
+        experts=experts,
+        min_tokens=min_tokens,
+        dense_layers=dense_layers,
+        command=command,
+        progress=progress,
+    )
+    if recover is None:
+        return run_conversion(options)
+    # Training takes long to import.
+    from moesaic.finetune.recover import convert_and_recover
+
+    return convert_and_recover(options, recover)
+
+
+def dry_run(
+    model: Any,
+    recipe: Any,
+    layout: Any,
+    calibration: Any,
+    *,
+    recover: int | None = None,
+    **others: Any,
+) -> Prepared:
+    """Checks all that `convert` is given, and writes nothing."""
+    options = make_options(model, recipe, layout, calibration, **others)
+    prepared = check_conversion(options)
+    if recover is not None:
+        from moesaic.finetune.recover import check_recovery
+
+        check_recovery(prepared, recover)
+    return prepared

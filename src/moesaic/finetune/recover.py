@@ -1,0 +1,274 @@
+"""Conversion and recovery in one run: one folder, which gets its name when both are done.
+
+Everything lies in OUTPUT.partial: first `converted`, then `recovered`, which becomes
+OUTPUT. Each of the two is made by a run of its own, with a draft beside it, so that a
+killed run goes on in the half that it was in.
+
+The dense model is read from the disk a second time, as the teacher, when the weights of
+the conversion are gone. Two models are in memory then, as in any fine-tuning with a
+teacher. Kept from the start, a second one would also be there while layers are converted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from moesaic.conversion.convert import check_conversion, convert_prepared
+from moesaic.conversion.model_card import model_card
+from moesaic.conversion.options import ConvertOptions
+from moesaic.conversion.prepare import Prepared, source_name
+from moesaic.conversion.report import ConversionReport
+from moesaic.errors import MoesaicError
+from moesaic.families.load import (
+    choose_dtype,
+    load_config,
+    load_model,
+    resolve,
+)
+from moesaic.finetune.checks import check_options
+from moesaic.finetune.model_card import recovery_rows
+from moesaic.finetune.options import FinetuneOptions
+from moesaic.finetune.prepare import TrainingText, check_rank
+from moesaic.finetune.report import FinetuneReport
+from moesaic.finetune.run import keep_checkpoints, run
+from moesaic.output import draft as drafts
+from moesaic.output.atomic import write_file
+from moesaic.output.model_card import licence_of
+
+CONVERTED = "converted"
+RECOVERED = "recovered"
+CONVERSION_FILE = "moesaic_report.json"
+RECOVERY_FILE = "moesaic_finetune.json"
+
+
+def convert_and_recover(
+    options: ConvertOptions, tokens: int
+) -> tuple[Any, ConversionReport]:
+    """Converts a model, trains it on `tokens` tokens of the same text, and writes it.
+
+    Returns the model as it was written, and the report of both halves. Raises
+    MoesaicError for bad input of either half before any work is done.
+    """
+    started = time.perf_counter()
+    prepared = check_conversion(options)
+    check_recovery(prepared, tokens)
+    output = options.output
+    assert output is not None
+    identity = _identity(prepared, tokens)
+    with drafts.open_draft(output, identity, options.resume) as draft:
+        report = _converted(prepared, draft / CONVERTED)
+        with keep_checkpoints():
+            recovery = _recovered(prepared, tokens, draft, report)
+            _write_both(prepared, draft, report, recovery)
+            drafts.take_name(draft, output, draft / RECOVERED)
+    report.recovery = recovery.to_dict()
+    report.seconds = time.perf_counter() - started
+    model = load_model(output, options.dtype, options.trust_remote_code)
+    return model, report
+
+
+# --- before the work -----------------------------------------------------------------
+
+
+def check_recovery(prepared: Prepared, tokens: int) -> None:
+    """Raises MoesaicError for a recovery that could not be made after a conversion."""
+    options = prepared.options
+    if not isinstance(tokens, int) or tokens < 1:
+        raise MoesaicError(
+            f"recover {tokens}: a whole number of tokens is needed; 50000 is a start"
+        )
+    _check_place(options)
+    plan = prepared.plans[0]
+    if plan.moe.linears is not None:
+        raise MoesaicError(
+            f"recover: method {plan.method.name!r} replaces linear layers, which are "
+            "not fine-tuned yet; leave out recover, or take a method for FFNs"
+        )
+    _check_dtype(options, plan.dense_config)
+    _check_tokens(prepared, tokens)
+    training = _training_options(prepared, tokens, Path())
+    check_options(training)
+    check_rank(training.rank, plan.dense_config)
+
+
+def _check_place(options: ConvertOptions) -> None:
+    if options.in_memory:
+        raise MoesaicError(
+            "recover imitates the dense model, and one in memory is changed in place; "
+            "pass its folder or hub id"
+        )
+    if options.output is None:
+        raise MoesaicError("recover writes what it trains; give an output")
+    if PartialState(cpu=True).num_processes > 1:
+        raise MoesaicError(
+            "recover is for one process; convert, and then run moesaic finetune on "
+            "several"
+        )
+
+
+def _check_dtype(options: ConvertOptions, dense_config: Any) -> None:
+    """Gradients leave the range of float16."""
+    dtype = choose_dtype(options.dtype)
+    if dtype == "auto":
+        dtype = dense_config.dtype
+    if dtype == torch.float16:
+        raise MoesaicError(
+            f"recover: {options.model_name} would be trained in float16, whose range "
+            "gradients leave; pass dtype bfloat16 or float32"
+        )
+
+
+def _check_tokens(prepared: Prepared, tokens: int) -> None:
+    length = _window_length(prepared)
+    if tokens < length:
+        raise MoesaicError(
+            f"recover {tokens}: one window is {length} tokens; ask for as many, or "
+            "for shorter windows by --sequence-length"
+        )
+    there = prepared.ids.numel()
+    if tokens > there:
+        raise MoesaicError(
+            f"recover {tokens}: the text has {there} tokens besides what is held out; "
+            "ask for fewer or give a longer text"
+        )
+
+
+def _window_length(prepared: Prepared) -> int:
+    return prepared.calibration.length
+
+
+def _training_options(
+    prepared: Prepared, tokens: int, draft: Path
+) -> FinetuneOptions:
+    """The fine-tuning that follows the conversion."""
+    options = prepared.options
+    length = _window_length(prepared)
+    return FinetuneOptions(
+        model=str(draft / CONVERTED),
+        output=draft / RECOVERED,
+        samples=tokens // length,
+        sequence_length=length,
+        distill=str(options.model),
+        seed=options.seed,
+        device=options.device,
+        dtype=options.dtype,
+        resume=True,  # what it finds in the draft is of this run
+        trust_remote_code=options.trust_remote_code,
+        progress=options.progress,
+    )
+
+
+def _identity(prepared: Prepared, tokens: int) -> dict[str, Any]:
+    """What must be equal for a killed run to be worth going on with.
+
+    Each half adds the weights that it begins with.
+    """
+    options = prepared.options
+    token_bytes = prepared.windows_NL.numpy().tobytes()
+    identity = {
+        "recover": tokens,
+        "model": options.model_name,
+        "method": options.method.to_dict(),
+        "budget": str(options.budget),
+        "target_ratio": options.target_ratio,
+        "scope": str(options.scope),
+        "seed": options.seed,
+        "dtype": options.dtype,
+        "calibration tokens": hashlib.sha256(token_bytes).hexdigest(),
+    }
+    text = json.dumps(identity)
+    as_read: dict[str, Any] = json.loads(text)
+    return as_read
+
+
+# --- the two halves ------------------------------------------------------------------
+
+
+def _converted(prepared: Prepared, folder: Path) -> ConversionReport:
+    """Writes the converted model, unless an earlier run did."""
+    report_path = folder / CONVERSION_FILE
+    if report_path.is_file():
+        values = json.loads(report_path.read_text("utf-8"))
+        return ConversionReport.from_dict(values)
+    options = replace(prepared.options, output=folder, resume=True)
+    _, report = convert_prepared(replace(prepared, options=options))
+    return report
+
+
+def _recovered(
+    prepared: Prepared, tokens: int, draft: Path, report: ConversionReport
+) -> FinetuneReport:
+    """Trains the converted model, unless an earlier run did."""
+    report_path = draft / RECOVERED / RECOVERY_FILE
+    if report_path.is_file():
+        values = json.loads(report_path.read_text("utf-8"))
+        return FinetuneReport(**values)
+    measured = None
+    if report.perplexity is not None:
+        measured = (report.perplexity, report.heldout_tokens)
+    text = TrainingText(
+        prepared.tokenizer,
+        _training_ids(prepared, tokens),
+        source_name(prepared.options.calibration),
+        prepared.validation,
+        measured,
+    )
+    training = _training_options(prepared, tokens, draft)
+    recovery = run(training, text)
+    # The folder that it was will be gone.
+    recovery.model = f"{report.model}, {report.layout}"
+    return recovery
+
+
+def _training_ids(prepared: Prepared, tokens: int) -> Tensor:
+    """The text to draw windows from, or the first of the windows that were given."""
+    ids = prepared.ids
+    if ids.ndim == 1:
+        return ids
+    return ids[: tokens // _window_length(prepared)]
+
+
+def _write_both(
+    prepared: Prepared,
+    draft: Path,
+    report: ConversionReport,
+    recovery: FinetuneReport,
+) -> None:
+    """The card and the reports of both halves, beside the trained weights."""
+    folder = draft / RECOVERED
+    config = load_config(folder)
+    licence = licence_of(resolve(prepared.options.model))
+    rows = recovery_rows(recovery)
+    command = prepared.options.command or _call(report, recovery)
+    card = model_card(report, config.moesaic, licence, command, rows)
+    files = {
+        "README.md": card,
+        CONVERSION_FILE: _json(report.to_dict(timing=False)),
+        RECOVERY_FILE: _json(recovery.to_dict()),
+    }
+    for name, text in files.items():
+        write_file(folder / name, text)
+
+
+def _call(report: ConversionReport, recovery: FinetuneReport) -> str:
+    """The call that makes both again, as far as one line tells."""
+    settings = recovery.settings
+    tokens = settings["samples"] * settings["sequence_length"]
+    method = report.method["name"]
+    return (
+        f"moesaic.convert({report.model!r}, {method!r}, {report.layout!r}, "
+        f"recover={tokens})"
+    )
+
+
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
