@@ -248,7 +248,7 @@ def test_method_and_set_reach_the_conversion(run: Run, monkeypatch: pytest.Monke
         asked.append(choices)
         raise moesaic.MoesaicError("enough")
 
-    monkeypatch.setattr("moesaic.finetune.convert.convert", convert)
+    monkeypatch.setattr(importlib.import_module("moesaic.finetune.convert"), "convert", convert)
     settings = ("--set", "rounds=3", "--set", "exact=true")
     for option in ("--method", "--recipe"):
         run("convert", "demo", "--output", "x", option, "cmoe", *settings)
@@ -743,7 +743,7 @@ def test_a_full_gpu_is_one_line_with_the_command_s_own_advice(
     def full(*unused: object, **more: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr("moesaic.finetune.convert.convert", full)
+    monkeypatch.setattr(importlib.import_module("moesaic.finetune.convert"), "convert", full)
     monkeypatch.setattr(importlib.import_module("moesaic.finetune.run"), "finetune", full)
     monkeypatch.setattr("moesaic.evaluate.evaluate", full)
     monkeypatch.setattr("moesaic.evaluate.tasks.evaluate_tasks", full)
@@ -757,7 +757,7 @@ def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moesaic.families.load.load_config", interrupted)
-    monkeypatch.setattr("moesaic.finetune.convert.convert", interrupted)
+    monkeypatch.setattr(importlib.import_module("moesaic.finetune.convert"), "convert", interrupted)
     assert run("flops", "demo")[0::2] == (130, "interrupted\n")
     code, _, error = run("convert", "demo", "--output", "x")
     assert code == 130

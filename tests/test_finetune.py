@@ -397,7 +397,8 @@ def test_an_adapter_loads_through_peft(
     save = PeftModel.save_pretrained
 
     def look(self: Any, path: Any, **others: Any) -> Any:
-        kept.append(logits(self))
+        if "checkpoint" not in str(path):  # while it trains it gives losses
+            kept.append(logits(self))
         return save(self, path, **others)
 
     monkeypatch.setattr(PeftModel, "save_pretrained", look)

@@ -179,7 +179,7 @@ def test_the_driver_goes_on_with_what_is_there(
     assert "random, S3A3E8, seed 0 (1 of 2)" in told
     assert "static, " not in told
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"compare.json", "compare.md", "compare.png"}
+    assert names == {"compare.csv", "compare.json", "compare.md", "compare.png"}
     for bad in (["--limit", 3], ["--sparsity", "half"], ["--methods", "nothing"]):
         with pytest.raises(SystemExit) as stop:
             drive(*frontier, *bad)
