@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from moesaic.comparison.equal_work import Steps
@@ -84,7 +85,7 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
                 left_out.append(f"without {method.name}{where}: {error}")
             else:
                 entries.append(entry)
-    if not any(entry.role == METHOD for entry in entries) and left_out:
+    if options.methods and not any(entry.role == METHOD for entry in entries):
         raise MoesaicError(left_out[0])
     reference_names = [method.name for method in options.references]
     if "static-repaired" in reference_names:
@@ -95,13 +96,20 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
     return Entries(entries, left_out)
 
 
+@dataclass
 class _Planner:
     """Makes entries; keeps what it has planned of each method on the way to a work."""
 
-    def __init__(self, options: CompareOptions, config: Any):
-        self.options = options
-        self.config = config
-        self.steps: dict[str, Steps] = {}
+    options: CompareOptions
+    config: Any
+    steps: dict[str, Steps] = field(default_factory=dict)
+
+    @cached_property
+    def neurons(self) -> int:
+        """Of one dense FFN."""
+        ffns = find_ffns(meta_model(self.config))
+        first_ffn = ffns.read(ffns.converted[0])
+        return first_ffn.intermediate_size
 
     def entry(self, method: Method, role: str, goal: Goal) -> Entry:
         """Raises MoesaicError for a budget that the method cannot meet."""
@@ -118,15 +126,13 @@ class _Planner:
 
     def _steps(self, method: Method) -> Steps:
         if method.name not in self.steps:
-            model = self.options.model
-            ffns = find_ffns(meta_model(self.config))
-            ffn = ffns.read(ffns.converted[0])
+            options = self.options
             self.steps[method.name] = Steps(
                 self.config,
-                model,
+                options.model,
                 method,
-                self.options.grain,
-                ffn.intermediate_size,
+                options.grain,
+                self.neurons,
             )
         return self.steps[method.name]
 

@@ -62,21 +62,21 @@ def oracle_bytes(
 def _ffn_paths(model: Any) -> tuple[list[str], float]:
     """All modules that FFNs are made of, and the share of a mixture's experts that run."""
     config = model.config
-    running = 1.0
+    running = None
     if is_converted(config):
         moe: MoEConfig = config.moesaic
         patterns = [moe.path, *moe.identities]
-        is_mixture = moe.outer is not None
         if moe.outer is not None:
             running = moe.outer.num_active / moe.outer.num_experts
     else:
         ffns = find_ffns(model)
         names = [ffns.ffn_path, *ffns.identities]
         patterns = [f"{ffns.layers_path}.{{}}.{name}" for name in names]
-        is_mixture = isinstance(ffns, Mixtures)
         if isinstance(ffns, Mixtures):
             running = ffns.outer_active / ffns.num_outer
-    if is_mixture:
+    if running is None:
+        running = 1.0
+    else:
         # Around the experts stand the outer router and shared experts.
         patterns = [pattern.rpartition(".")[0] for pattern in patterns]
     depth = config.get_text_config().num_hidden_layers
