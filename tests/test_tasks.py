@@ -331,23 +331,20 @@ def demo() -> Any:
     return load_model("demo", "float32")
 
 
-@pytest.mark.parametrize("batch_size", [1, "auto", "auto as on a GPU"])
+@pytest.mark.parametrize("batch_size", ["1", "auto", "auto as on a GPU"])
 def test_choices_are_scored_as_the_loop_does(
     demo: Any,
     data: Path,
     tmp_path: Path,
-    batch_size: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    batch_size: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The sum of log softmax over the answer's tokens, whatever is padded beside it."""
-    if batch_size == "auto as on a GPU":
-        batch_size = "auto"
-        monkeypatch.setattr(harness, "_CPU_BATCH", "auto")
     tokenizer = load_tokenizer("demo")
     shots = {"piqa": 0, "winogrande": 0, "arc_easy": 0, "mmlu": 1}
     asked = load_questions(shots, 2, data, tmp_path)
-    lm = harness.Model("demo", demo, tokenizer, 512, batch_size)
+    lm = harness.Model("demo", demo, tokenizer, 512, batch_size[:4])
+    lm.on_cpu = batch_size != "auto as on a GPU"
     ask_all(lm, asked)
     compared = 0
     for questions in asked.values():
@@ -359,6 +356,31 @@ def test_choices_are_scored_as_the_loop_does(
                 compared += 1
     assert compared == 2 * (2 + 2 + 4 + 4)
     assert capsys.readouterr().out == ""  # the harness says there what batch it found
+
+
+def test_long_prompts_go_through_a_cpu_in_small_batches(
+    demo: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[torch.Size] = []
+    call = harness.Model._model_call
+
+    def watched(self: Any, ids_BL: torch.Tensor, **unused: Any) -> torch.Tensor:
+        shapes.append(ids_BL.shape)
+        return call(self, ids_BL)
+
+    monkeypatch.setattr(harness.Model, "_model_call", watched)
+    monkeypatch.setattr(harness, "_CPU_TOKENS", 100)
+    asked = load_questions({"mmlu": 1, "hellaswag": 0}, None, data, tmp_path)
+    lm = harness.Model("demo", demo, load_tokenizer("demo"), 512, "auto")
+    ask_all(lm, asked)
+    lengths = [length for _, length in shapes]
+    assert max(lengths) > 100  # one at a time, though it is over
+    assert min(lengths) < 50
+    for batch, length in shapes:
+        assert batch == 1 or batch * length <= 120
+    assert max(batch for batch, _ in shapes) > 1
+    lm.on_cpu = False
+    assert lm.batch_size == "auto"
 
 
 def test_written_answers_are_greedy(demo: Any, data: Path, tmp_path: Path) -> None:
@@ -510,9 +532,24 @@ def test_many_prompts_take_long_enough_to_tell(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One count for all subjects of MMLU."""
+    stopped: list[int] = []
+
+    class Watched(harness.Ticker):
+        def stop(self) -> None:
+            stopped.append(self.done)
+            super().stop()
+
+    class Slow(MadeUp):
+        def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+            # A terminal shows one bar at a time: that of the prompts has gone by now.
+            assert stopped == ([6] if self.task == "piqa" else [6, 11])
+            return super().loglikelihood(requests)
+
+    monkeypatch.setattr(harness, "Ticker", Watched)
     monkeypatch.setattr(harness, "_MANY_PROMPTS", 11)
     asked = load_questions({"piqa": 0, "mmlu": 1}, None, data, tmp_path)
-    ask_all(MadeUp(clever), asked)
+    ask_all(Slow(clever), asked)
+    assert stopped == [6, 11]
     assert capsys.readouterr().err.splitlines() == ["mmlu: prompts: 0 of 11"]
 
 
