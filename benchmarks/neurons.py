@@ -1,6 +1,6 @@
 """Time of one FFN whose neurons are experts, over the dense FFN it came from: few tokens, on a CPU.
 
-    python benchmarks/neurons.py [--hidden 2048] [--neurons 5632] [--threads 1]
+    python benchmarks/neurons.py [--hidden 2048] [--neurons 5632] [--threads 1] [--choose-by copies]
 
 A random FFN of that size, converted by `moesaic-neurons` without budgets and repair, called with 1
 to 8 tokens: pair by pair, and all neurons under a mask. Random weights choose no neurons worth
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import moesaic
 from moesaic.modeling import MoesaicNeurons
-from moesaic.parts.thresholds import single_threshold
+from moesaic.parts.thresholds import set_neuron_thresholds
 
 CALLS = 30
 
@@ -39,6 +39,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--neurons", type=int, default=5632)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--choose-by", choices=("copies", "sketch"), default="copies"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -48,6 +51,7 @@ def main() -> None:
     )  # fmt: skip
     settings = {
         "layer_budgets": "uniform", "repair_by": "none", "up_steps": 0, "intercept": False,
+        "choose_by": arguments.choose_by,
     }  # fmt: skip
     print("| skipped | tokens | MACs | pairs | masked |\n|---|---|---|---|---|")
     for sparsity in (0.25, 0.5, 0.75):
@@ -65,17 +69,11 @@ def main() -> None:
             m for m in model.modules() if isinstance(m, MoesaicNeurons)
         )
         inputs_TD = torch.randn(8, arguments.hidden)
-        gate_TF = block.act_fn(block.gate_proj(inputs_TD))
-        threshold = single_threshold(
-            block.router(inputs_TD, gate_TF), block.router.num_active
-        )
-        block.router.selection_bias -= threshold
-        runs = (block.router(inputs_TD, gate_TF) > 0).float().mean().item()
+        set_neuron_thresholds(block.router, block.scores(inputs_TD))
+        runs = block.chosen(inputs_TD).float().mean().item()
         assert abs(runs - (1 - sparsity)) < 0.01, runs
-        moe, hidden = model.config.moesaic, arguments.hidden
-        sketch = moe.router.directions * (hidden + arguments.neurons)
-        sizes = moe.sizes[0]
-        work = hidden * (sizes.num_routed + 2 * sizes.num_active) + sketch
+        work = block.active_weights() + block.router_weights()
+        all_work = 3 * arguments.hidden * arguments.neurons
         for count in (1, 2, 4, 8):
             x_TD = inputs_TD[:count]
             found: dict[str, list[float]] = {
@@ -86,14 +84,14 @@ def main() -> None:
             for _ in range(CALLS):
                 found["dense"].append(timed(dense, x_TD))
                 for name, pays in (("pairs", True), ("masked", False)):
-                    block._pays = lambda _, pays=pays: pays
+                    block._pairs_pay = lambda _, pays=pays: pays
                     found[name].append(timed(block, x_TD))
             base = statistics.median(found["dense"])
             ratios = [
                 statistics.median(found[name]) / base
                 for name in ("pairs", "masked")
             ]
-            share = work / (3 * hidden * arguments.neurons)
+            share = work / all_work
             cells = [f"{value:.2f}" for value in (share, *ratios)]
             print(
                 f"| {sparsity:.0%} | {count} | {' | '.join(cells)} |",
