@@ -12,6 +12,8 @@ import moesaic
 from moesaic.cli import main as cli
 from moesaic.errors import MoesaicError
 from moesaic.finetune.defaults import usual_batch_size, usual_rate
+from moesaic.finetune.options import Machine, Settings
+from moesaic.finetune.train import computes_again, windows_at_once
 from tests.families import tokens
 from tests.stock_models import dense_model, tokenizer
 
@@ -20,6 +22,23 @@ TEXT = "the cat sat in a hat and the rat in a bin. a dog ran on the mat. " * 200
 
 def rate(steps: int = 128, batch: int = 16, hidden: int = 4096, teacher: bool = False) -> float:
     return usual_rate(steps, batch, hidden, teacher)
+
+
+@pytest.mark.parametrize(
+    ("length", "use_cpu", "windows", "again"),
+    [(256, True, 2, False), (512, True, 1, False), (2048, True, 1, True),
+     (256, False, 16, False), (2048, False, 2, False)],
+)  # fmt: skip
+def test_windows_at_once_follow_from_their_length(
+    length: int, use_cpu: bool, windows: int, again: bool
+) -> None:
+    settings = Settings(sequence_length=length)
+    machine = Machine(use_cpu=use_cpu)
+    assert windows_at_once(16, settings, machine) == windows
+    assert computes_again(settings, machine) is again
+    given = Machine(use_cpu=use_cpu, micro_batch=7, gradient_checkpointing=not again)
+    assert windows_at_once(16, settings, given) == 4  # divides the 16 of a process
+    assert computes_again(settings, given) is not again
 
 
 def test_the_papers_run_gets_the_papers_rate() -> None:

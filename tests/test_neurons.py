@@ -41,6 +41,8 @@ from moesaic.modeling import (
     MoEConfig,
     MoesaicNeurons,
     MoesaicThresholdedLinear,
+    RouterConfig,
+    Sizes,
     as_they_are,
 )
 from moesaic.parts.sketches import sketch_up
@@ -310,6 +312,14 @@ def test_a_sparsity_that_skips_nothing_and_an_unknown_grain_are_refused() -> Non
         plan_for("llama", sparsity=0.5, grain="dust")
 
 
+def test_exact_rows_follow_the_budget() -> None:
+    """A quarter up to two thirds of the neurons; then in a straight line to all at all."""
+    router = RouterConfig("copies", "threshold", bits=4, exact=0.25)
+    found = [router.num_exact(Sizes(0, 1, 600, active, 0)) for active in (120, 400, 462, 599, 600)]
+    assert found == [30, 100, 223, 597, 600]
+    assert RouterConfig("gates", "threshold", 4).num_exact(Sizes(0, 1, 600, 120, 0)) == 120
+
+
 @BOTH
 @pytest.mark.parametrize("sparsity", [0.25, 0.5, 0.75])
 def test_the_budget_holds_where_it_was_fitted(sparsity: float, method: Any) -> None:
@@ -325,7 +335,8 @@ def test_a_layout_gives_its_budget_and_a_sparsity_its_own() -> None:
     plan = plan_for("llama", layout="S3A3E8")
     assert str(plan.layout) == f"S0A{NEURONS - 2 * 6}E{NEURONS}"  # two experts of six do not run
     run = f"on average {NEURONS - 12} of {NEURONS} neurons"
-    assert plan.words == f"{run}, copies of all in 4 bits, 25% of those that run exact"
+    assert plan.words == f"{run}, copies of all in 4 bits, 48% of those that run exact"
+    assert plan_for("llama", layout="S3A1E8").words.endswith(" 25% of those that run exact")
     assert plan_for("llama", ALL_EXACT, layout="S3A3E8").words == f"{run}, copies of all in 4 bits"
     assert plan_for("llama", SKETCH, layout="S3A3E8").words == f"{run}, gates of all"
     assert plan_for("llama", sparsity=0.5).sizes.active == NEURONS // 2

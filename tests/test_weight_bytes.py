@@ -99,9 +99,12 @@ def test_neurons_read_all_gates_and_a_sketch_in_its_own_dtype(sketch_dtype: torc
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("dtype", SIZES)
 def test_neurons_by_copies_read_codes_scales_and_the_rows_that_run(dtype: str, bits: int) -> None:
-    """Of 43 neurons 33 run, 8 of them (a quarter) on exact rows; a scale for each row of 16."""
+    """Of 43 neurons 33 run, 16 of them on exact rows; a scale for each row of 16.
+
+    16: 33/43 is three tenths of the way from 2/3 to 1, and so is 0.48 from 1/4 to 1.
+    """
     model = converted(dtype, "moesaic-neurons", bits=bits, exact=0.25)
-    rows = 3 * 16 * (33 + 2 * 8)
+    rows = 3 * 16 * (33 + 2 * 16)
     codes = 3 * 2 * 43 * 16 * bits / 8
     scales = 3 * 2 * 43
     assert count_bytes(model).ffn == SIZES[dtype] * (rows + scales) + codes

@@ -121,16 +121,17 @@ def finetune_command(
         int | None,
         typer.Option(
             help="Windows at once on a device. Fewer need less memory. "
-            "[default: 4,096 tokens]"
+            "[default: 4,096 tokens, 512 on a CPU]"
         ),
     ] = None,
     gradient_checkpointing: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--gradient-checkpointing",
-            help="Needs less memory and a third more time.",
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            help="Needs less memory and a fifth more time. "
+            "[default: on a CPU, for windows of over 512 tokens]",
         ),
-    ] = False,
+    ] = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moesaic.finetune.masked import masked
 from moesaic.finetune.prepare import TrainingInput
+from moesaic.finetune.train import computes_again
 
 PROBE_TOKENS = 1024
 STUDENT_PASSES = 3.0  # its forward pass, and back as long as twice that
@@ -29,11 +30,14 @@ def training_seconds(
     with masked(student):
         _seconds(student, windows_NL)  # the first pass takes longer
         seconds = _seconds(student, windows_NL)
-    passes = STUDENT_PASSES
+    trained = STUDENT_PASSES
+    if computes_again(settings, inputs.options.machine()):
+        trained += 1
+    passes = trained
     if inputs.teacher is not None:
         passes += TEACHER_PASSES
     if inputs.options.tune_teacher:
-        passes += STUDENT_PASSES
+        passes += trained
     of_a_token = seconds / windows_NL.numel()
     tokens = inputs.windows_NL.numel() * settings.epochs
     return passes * of_a_token * tokens / processes

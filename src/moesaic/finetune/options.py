@@ -36,7 +36,7 @@ class FinetuneOptions:
     freeze_router: bool = False
     merge: bool = True
     micro_batch: int | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
     checkpoint_every: int | None = None
     tensorboard: str | None = None
     seed: int = 0
@@ -101,10 +101,11 @@ class Settings:
 class Machine:
     """How a run is spread out: it changes rounding at most."""
 
-    # Sequences at once on a device. None: about 4,096 tokens.
+    # Sequences at once on a device. None: about 4,096 tokens, 512 on a CPU.
     micro_batch: int | None = None
     use_cpu: bool = False
-    gradient_checkpointing: bool = False
+    # None: on a CPU, for sequences of more than 512 tokens.
+    gradient_checkpointing: bool | None = None
     tensorboard: str | None = None
     # Optimiser steps between checkpoints. None: a tenth of the run.
     checkpoint_every: int | None = None

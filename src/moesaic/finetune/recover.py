@@ -98,6 +98,11 @@ def check_recovery(prepared: Prepared, tokens: int) -> None:
     training = _training_options(prepared, tokens, Path())
     check_options(training)
     check_rank(training.rank, plan.dense_config)
+    if PartialState(cpu=training.use_cpu).num_processes > 1:
+        raise MoesaicError(
+            "recover is for one process; convert, and then run moesaic finetune on "
+            "several"
+        )
 
 
 def _check_place(options: ConvertOptions) -> None:
@@ -108,11 +113,6 @@ def _check_place(options: ConvertOptions) -> None:
         )
     if options.output is None:
         raise MoesaicError("recover writes what it trains; give an output")
-    if PartialState(cpu=True).num_processes > 1:
-        raise MoesaicError(
-            "recover is for one process; convert, and then run moesaic finetune on "
-            "several"
-        )
 
 
 def _check_dtype(options: ConvertOptions, dense_config: Any) -> None:

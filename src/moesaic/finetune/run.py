@@ -65,7 +65,7 @@ def finetune(
     freeze_router: bool = False,
     merge: bool = True,
     micro_batch: int | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | None = None,
     checkpoint_every: int | None = None,
     tensorboard: str | None = None,
     seed: int = 0,
@@ -100,7 +100,9 @@ def finetune(
 
     Costs about three forward passes per token, four with a teacher, and three of the
     dense model with `tune_teacher`. Memory: the model, the teacher, and activations of
-    `micro_batch` windows.
+    `micro_batch` windows: 4,096 tokens unless given, 512 on a CPU. With
+    `gradient_checkpointing` most activations are computed again, for one pass more.
+    Unless given, that is done on a CPU for windows of more than 512 tokens.
     """
     options = FinetuneOptions(
         model=str(model),

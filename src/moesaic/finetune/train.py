@@ -34,7 +34,9 @@ from moesaic.output.draft import UnfinishedError
 
 # Training tokens on which loads before training and the bias's bound are measured.
 SPREAD_TOKENS = 8192
-MICRO_BATCH_TOKENS = 4096
+# Tokens at once, unless said. On a CPU more are no faster, and take more memory.
+GPU_TOKENS = 4096
+CPU_TOKENS = 512
 WARMUP_SHARE = 20  # one step in so many
 LOGGED_STEPS = 256
 CHECKPOINTS = 10  # of a run
@@ -137,9 +139,10 @@ def _arguments(
     """The Trainer's arguments for a run."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     share = settings.batch_size // processes
-    micro = _micro_batch(share, settings, machine)
+    micro = windows_at_once(share, settings, machine)
     steps_of_epoch = math.ceil(settings.samples / settings.batch_size)
     steps = steps_of_epoch * settings.epochs
+    again = computes_again(settings, machine)
     if machine.tensorboard is not None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = machine.tensorboard
     arguments = TrainingArguments(
@@ -166,18 +169,18 @@ def _arguments(
         disable_tqdm=True,
         dataloader_pin_memory=not machine.use_cpu,
         remove_unused_columns=False,
-        **_checkpointing(machine),
+        **_checkpointing(again),
     )
     # Several GPUs are for accelerate launch; Trainer would take them all.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
 
 
-def _micro_batch(share: int, settings: Settings, machine: Machine) -> int:
+def windows_at_once(share: int, settings: Settings, machine: Machine) -> int:
     """The largest part of a process's windows that divides them and fits the memory."""
     most = machine.micro_batch
     if most is None:
-        fitting = MICRO_BATCH_TOKENS // settings.sequence_length
+        fitting = _tokens_at_once(machine) // settings.sequence_length
         most = max(1, fitting)
     size = min(most, share)
     while share % size:
@@ -185,9 +188,23 @@ def _micro_batch(share: int, settings: Settings, machine: Machine) -> int:
     return size
 
 
-def _checkpointing(machine: Machine) -> dict[str, Any]:
+def _tokens_at_once(machine: Machine) -> int:
+    return CPU_TOKENS if machine.use_cpu else GPU_TOKENS
+
+
+def computes_again(settings: Settings, machine: Machine) -> bool:
+    """Whether activations are computed again instead of kept (gradient checkpointing).
+
+    Unless said, where one window is more than should be kept at once on a CPU.
+    """
+    if machine.gradient_checkpointing is not None:
+        return machine.gradient_checkpointing
+    return machine.use_cpu and settings.sequence_length > CPU_TOKENS
+
+
+def _checkpointing(again: bool) -> dict[str, Any]:
     """Arguments that compute activations again, by the name transformers has for it."""
-    if not machine.gradient_checkpointing:
+    if not again:
         return {}
     name = "gradient_checkpointing"
     newer_name = "activation_checkpointing"

@@ -79,7 +79,7 @@ class MoesaicNeurons(ExpertMethod):
     exact: float = setting(
         0.25,
         "Of the neurons that run, the share that reads exact rows of W_gate and W_up; "
-        "the others run on their copies.",
+        "the others run on their copies. It rises to 1 where more than two thirds run.",
         0,
     )
     directions: int = setting(
@@ -182,12 +182,15 @@ class MoesaicNeurons(ExpertMethod):
         )
 
     def words(self, moe: MoEConfig) -> str:
-        routed = moe.first_sizes.num_routed
+        sizes = moe.first_sizes
+        routed = sizes.num_routed
         told_by = "gates of all"
         if self.choose_by == "copies":
             told_by = f"copies of all in {self.bits} bits"
-            if self.exact < 1:
-                told_by += f", {self.exact:.0%} of those that run exact"
+            assert moe.block.router is not None
+            exact = moe.block.router.num_exact(sizes) / sizes.num_active
+            if exact < 1:
+                told_by += f", {exact:.0%} of those that run exact"
         return f"on average {active_words(moe)} of {routed} neurons, {told_by}"
 
 

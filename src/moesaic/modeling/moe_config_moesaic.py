@@ -12,6 +12,7 @@ FORMAT = 2
 ROUTER_KINDS = ("linear", "quadratic", "neuron-copies", "gates", "copies")
 NEURON_KINDS = ("gates", "copies")  # of routers that choose single neurons
 COPY_BITS = (2, 3, 4)
+EXACT_FROM = 2 / 3  # of a layer's neurons (docs/log.md, 2026-11-22)
 CHOOSERS = ("topk", "threshold")
 REPLACEMENT_KINDS = ("experts", "neurons")
 LINEAR_KINDS = ("thresholded",)
@@ -84,8 +85,9 @@ class RouterConfig:
     per expert ("neuron-copies"), the FFN's own gates and a stand-in for W_up of rank
     `directions` ("gates"), or copies of W_gate and W_up in a few `bits` a weight
     ("copies"); of the neurons that run, the share `exact` reads W_gate and W_up
-    themselves. `chooser` is "topk" (the K best) or "threshold" (all above it, at most
-    `cap`). `absolute` ranks by the absolute value of scores.
+    themselves, and more where more than EXACT_FROM of all run. `chooser` is "topk" (the
+    K best) or "threshold" (all above it, at most `cap`). `absolute` ranks by the
+    absolute value of scores.
     """
 
     kind: str
@@ -97,10 +99,17 @@ class RouterConfig:
     exact: float | None = None
 
     def num_exact(self, sizes: Sizes) -> int:
-        """Neurons that read their exact rows; all of them where none is skipped."""
-        if self.exact is None or sizes.num_active == sizes.num_routed:
+        """Neurons that read their exact rows; all of them where none is skipped.
+
+        A budget for more neurons than EXACT_FROM of all is better spent on exact rows:
+        from there the share grows in a straight line, up to 1 where all run.
+        """
+        if self.exact is None:
             return sizes.num_active
-        return round(self.exact * sizes.num_active)
+        running = sizes.num_active / sizes.num_routed
+        beyond = max(0.0, running - EXACT_FROM) / (1 - EXACT_FROM)
+        share = self.exact + (1 - self.exact) * beyond
+        return round(share * sizes.num_active)
 
     @property
     def is_matrix(self) -> bool:
