@@ -6,7 +6,7 @@ Perplexity is exp(sum of the token losses / number of predicted tokens). A last,
 window counts if it predicts anything. (Not the mean of per-window means, which weighs a
 short window too much.)
 
-Shape suffixes: B windows of a batch, L tokens, C tokens of a chunk, V vocabulary.
+Shape suffixes: B windows of a batch, L tokens, T tokens of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def _losses(logits_BLV: Tensor, ids_BL: Tensor) -> Iterator[float]:
     last = targets_BL.shape[1] - 1
     for start in range(0, last, _CHUNK):
         end = min(start + _CHUNK, last)
-        chunk_BCV = logits_BLV[:, start:end].float()
-        next_BC = targets_BL[:, start + 1 : end + 1]
-        yield cross_entropy(chunk_BCV.mT, next_BC, reduction="sum").item()
+        chunk_TV = logits_BLV[:, start:end].flatten(0, 1).float()
+        next_T = targets_BL[:, start + 1 : end + 1].flatten()
+        yield cross_entropy(chunk_TV, next_T, reduction="sum").item()
 
 
 def _windows(ids: Tensor, length: int) -> Iterator[Tensor]:
