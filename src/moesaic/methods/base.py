@@ -474,6 +474,15 @@ class ModelMethod(Method):
         return ", ".join(parts) or "as it was"
 
 
+def refuse_mixture(method: Method, shape: ModelShape, why: str) -> None:
+    """Raises MoesaicError for a model that is a mixture already, and says why."""
+    if shape.outer is not None:
+        raise MoesaicError(
+            f"{shape.name} is a mixture of experts, and method {method.name!r} {why}; "
+            "take another method"
+        )
+
+
 def block_config(
     ffn: FFNShape,
     router: RouterConfig | None,

@@ -117,6 +117,33 @@ METHODS = {
             "https://arxiv.org/abs/2310.10908",
         ),
         Description(
+            "moefication",
+            "moesaic.methods.moefication:MoEfication",
+            "Experts of neurons with like weights; a small network learns who is active.",
+            _OURS,
+            "Zhang et al., MoEfication: Transformer Feed-forward Layers are Mixtures of "
+            "Experts, Findings of ACL 2022",
+            "https://arxiv.org/abs/2110.01786",
+        ),
+        Description(
+            "g-moefication",
+            "moesaic.methods.g_moefication:GMoEfication",
+            "As moefication, but an expert that does not run puts out its mean.",
+            _OURS,
+            "Lee et al., Breaking ReLU Barrier: Generalized MoEfication for Dense "
+            "Pretrained Models, EMNLP 2024",
+            "https://aclanthology.org/2024.emnlp-main.563",
+        ),
+        Description(
+            "llama-moe",
+            "moesaic.methods.llama_moe:LlamaMoE",
+            "Random experts, outputs scaled up, and a gate that only training can teach.",
+            _OURS,
+            "Zhu et al., LLaMA-MoE: Building Mixture-of-Experts from LLaMA with "
+            "Continual Pre-training, EMNLP 2024",
+            "https://arxiv.org/abs/2406.16554",
+        ),
+        Description(
             "sleb",
             "moesaic.methods.sleb:SLEB",
             "Takes whole blocks out, the least missed one first; no routing.",

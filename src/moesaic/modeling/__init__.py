@@ -2,9 +2,9 @@
 
 Table of contents: `moe_config` types of config.json; `projections`, `copies`,
 `routers`, `neuron_routers`, `experts` the parts; `replacement` what stands in for a
-module, `block` for an FFN, `neurons` for an FFN neuron by neuron, `hierarchy` for the
-experts of a mixture, `linears` for a linear layer; `modeling` the models that carry
-them.
+module, `block` and `mean_block` for an FFN, `neurons` for an FFN neuron by neuron,
+`hierarchy` for the experts of a mixture, `linears` for a linear layer; `modeling` the
+models that carry them.
 """
 
 from transformers import AutoConfig
@@ -14,6 +14,7 @@ from .copies_moesaic import GROUP, MoesaicCopy, packed, unpacked
 from .experts_moesaic import MoesaicExperts
 from .hierarchy_moesaic import MoesaicHierarchy
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
+from .mean_block_moesaic import MoesaicMeanBlock
 from .modeling_moesaic import (
     REPLACEMENTS,
     MoesaicConfig,
@@ -51,9 +52,11 @@ from .projections_moesaic import (
 from .replacement_moesaic import MoesaicReplacement, View, as_they_are
 from .routers_moesaic import (
     MoesaicLinearRouter,
+    MoesaicMLPRouter,
     MoesaicNeuronCopyRouter,
     MoesaicQuadraticRouter,
     MoesaicRouter,
+    MoesaicUnitMLPRouter,
     choose_experts,
     new_router,
 )
@@ -76,6 +79,8 @@ __all__ = [
     "MoesaicExperts",
     "MoesaicHierarchy",
     "MoesaicLinearRouter",
+    "MoesaicMLPRouter",
+    "MoesaicMeanBlock",
     "MoesaicNeuronCopyRouter",
     "MoesaicNeuronRouter",
     "MoesaicNeurons",
@@ -87,6 +92,7 @@ __all__ = [
     "MoesaicSharedExpert",
     "MoesaicSketchRouter",
     "MoesaicThresholdedLinear",
+    "MoesaicUnitMLPRouter",
     "OuterConfig",
     "RouterConfig",
     "Sizes",

@@ -9,11 +9,19 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 FORMAT = 2
-ROUTER_KINDS = ("linear", "quadratic", "neuron-copies", "gates", "copies")
+ROUTER_KINDS = (
+    "linear",
+    "quadratic",
+    "neuron-copies",
+    "mlp",
+    "unit-mlp",
+    "gates",
+    "copies",
+)
 NEURON_KINDS = ("gates", "copies")  # of routers that choose single neurons
 COPY_BITS = (2, 3, 4)
 CHOOSERS = ("topk", "threshold")
-REPLACEMENT_KINDS = ("experts", "neurons")
+REPLACEMENT_KINDS = ("experts", "experts-with-means", "neurons")
 LINEAR_KINDS = ("thresholded",)
 CONVERT_AGAIN = (
     "was written by an older moesaic, in a form that this one does not read; convert "
@@ -81,8 +89,9 @@ class RouterConfig:
 
     `kind` is what the router computes: a matrix product with the input ("linear"), the
     same with products of C `directions` appended ("quadratic"), copies of one neuron
-    per expert ("neuron-copies"), the FFN's own gates and a stand-in for W_up of rank
-    `directions` ("gates"), or copies of W_gate and W_up in a few `bits` a weight
+    per expert ("neuron-copies"), two matrices with tanh between them ("mlp", or
+    "unit-mlp" on inputs of unit length), the FFN's own gates and a stand-in for W_up of
+    rank `directions` ("gates"), or copies of W_gate and W_up in a few `bits` a weight
     ("copies"); of the neurons that run, the share `exact` reads W_gate and W_up
     themselves. `chooser` is "topk" (the K best) or "threshold" (all above it, at most
     `cap`). `absolute` ranks by the absolute value of scores.
@@ -137,7 +146,8 @@ class RouterConfig:
 class BlockConfig:
     """What all replacements of a model have in common.
 
-    `replacement` names the class: "experts" or "neurons". `gated`, `bias` and
+    `replacement` names the class: "experts", "experts-with-means" (those that do not
+    run put out their mean) or "neurons". `gated`, `bias` and
     `activation` are the dense FFN's; `output_bias` says whether the replacement adds
     one (the FFN's, or a repair's intercept). Without `router` nothing is routed.
     """

@@ -254,10 +254,44 @@ class MoesaicNeuronCopyRouter(MoesaicRouter):
         return torch.where(trained, probability_TR, scores_TR)
 
 
+class MoesaicMLPRouter(MoesaicRouter):
+    """Scores by two matrices with tanh between them, the inner one R wide; no biases.
+
+    The gate of LLaMA-MoE (Zhu et al., EMNLP 2024).
+    """
+
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
+        super().__init__(block, sizes, outer)
+        hidden = block.hidden_size
+        routed = sizes.num_routed
+        self.hidden_proj = _projection(hidden, routed, False, True, outer)
+        self.score_proj = _projection(routed, routed, False, True, outer)
+
+    def features(self, x_TD: Tensor) -> Tensor:
+        """What the first matrix multiplies."""
+        return x_TD.float()
+
+    def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
+        features_TD = self.features(x_TD)
+        hidden_TR = _apply(self.hidden_proj, features_TD, expert_T)
+        return _apply(self.score_proj, hidden_TR.tanh(), expert_T)
+
+
+class MoesaicUnitMLPRouter(MoesaicMLPRouter):
+    """The same on inputs of unit length: MoEfication's (Zhang et al., 2022)."""
+
+    def features(self, x_TD: Tensor) -> Tensor:
+        return nn.functional.normalize(x_TD.float(), dim=-1)
+
+
 ROUTERS: dict[str, type[MoesaicRouter]] = {
     "linear": MoesaicLinearRouter,
     "quadratic": MoesaicQuadraticRouter,
     "neuron-copies": MoesaicNeuronCopyRouter,
+    "mlp": MoesaicMLPRouter,
+    "unit-mlp": MoesaicUnitMLPRouter,
 }
 
 
