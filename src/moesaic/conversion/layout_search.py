@@ -165,11 +165,10 @@ def _search_target(
         )
 
     def ratio_of(plan: Plan) -> float:
-        assert isinstance(plan.method, FFNMethod)
         with ffns.restored():
             stream = Stream(ffns, calibration.windows_NL, device)
             run = Run(stream, plan, calibration, options.seed, trial=True)
-            run.replace_ffns(plan.method)
+            plan.method.convert(dense, calibration, plan, run)
             value, _ = perplexity(dense, validation.ids, length, HELDOUT_TOKENS)
         return value / base
 

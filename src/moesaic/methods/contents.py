@@ -29,6 +29,7 @@ class Description:
 
 _EVERYWHERE = "transformers, vLLM, llama.cpp"
 _OURS = "transformers and vLLM, with our architecture"
+_TRANSFORMERS = "transformers, with our architecture"
 
 METHODS = {
     row.name: row
@@ -142,6 +143,24 @@ METHODS = {
             "Zhu et al., LLaMA-MoE: Building Mixture-of-Experts from LLaMA with "
             "Continual Pre-training, EMNLP 2024",
             "https://arxiv.org/abs/2406.16554",
+        ),
+        Description(
+            "llama-moe-v2",
+            "moesaic.methods.llama_moe_v2:LlamaMoEV2",
+            "Experts by gradients, one for each cluster of inputs, and one for all.",
+            _EVERYWHERE,
+            "Qu et al., LLaMA-MoE v2: Exploring Sparsity of LLaMA from Perspective of "
+            "Mixture-of-Experts with Post-Training, 2024",
+            "https://arxiv.org/abs/2411.15708",
+        ),
+        Description(
+            "moebert",
+            "moesaic.methods.moebert:MoEBERT",
+            "The most important neurons in every expert; a hash of the token chooses.",
+            _TRANSFORMERS,
+            "Zuo et al., MoEBERT: from BERT to Mixture-of-Experts via "
+            "Importance-Guided Adaptation, NAACL 2022",
+            "https://arxiv.org/abs/2204.07675",
         ),
         Description(
             "sleb",

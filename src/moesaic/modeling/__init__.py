@@ -1,7 +1,7 @@
 """The converted model's architecture, registered with transformers' Auto classes (leaf).
 
 Table of contents: `moe_config` types of config.json; `projections`, `copies`,
-`routers`, `neuron_routers`, `experts` the parts; `replacement` what stands in for a
+`routers`, `neuron_routers`, `token_ids`, `experts` the parts; `replacement` what stands in for a
 module, `block` and `mean_block` for an FFN, `neurons` for an FFN neuron by neuron,
 `hierarchy` for the experts of a mixture, `linears` for a linear layer; `modeling` the
 models that carry them.
@@ -51,6 +51,7 @@ from .projections_moesaic import (
 )
 from .replacement_moesaic import MoesaicReplacement, View, as_they_are
 from .routers_moesaic import (
+    MoesaicHashRouter,
     MoesaicLinearRouter,
     MoesaicMLPRouter,
     MoesaicNeuronCopyRouter,
@@ -60,6 +61,7 @@ from .routers_moesaic import (
     choose_experts,
     new_router,
 )
+from .token_ids_moesaic import TokenIds, token_ids_of
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 
@@ -77,6 +79,7 @@ __all__ = [
     "MoesaicCopy",
     "MoesaicCopyRouter",
     "MoesaicExperts",
+    "MoesaicHashRouter",
     "MoesaicHierarchy",
     "MoesaicLinearRouter",
     "MoesaicMLPRouter",
@@ -96,6 +99,7 @@ __all__ = [
     "OuterConfig",
     "RouterConfig",
     "Sizes",
+    "TokenIds",
     "View",
     "as_they_are",
     "can_group",
@@ -111,5 +115,6 @@ __all__ = [
     "new_router",
     "packed",
     "padded",
+    "token_ids_of",
     "unpacked",
 ]

@@ -72,6 +72,8 @@ def install(
     moe = config.moesaic
     ffn_path = moe.path.format(layer)
     _put(base_model, ffn_path, module, config)
+    if isinstance(module, MoesaicReplacement):
+        module.follow(base_model)
     for path in moe.identities:
         identity_path = path.format(layer)
         _put(base_model, identity_path, nn.Identity(), config)

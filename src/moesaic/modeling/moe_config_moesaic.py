@@ -15,6 +15,7 @@ ROUTER_KINDS = (
     "neuron-copies",
     "mlp",
     "unit-mlp",
+    "hash",
     "gates",
     "copies",
 )
@@ -90,10 +91,10 @@ class RouterConfig:
     `kind` is what the router computes: a matrix product with the input ("linear"), the
     same with products of C `directions` appended ("quadratic"), copies of one neuron
     per expert ("neuron-copies"), two matrices with tanh between them ("mlp", or
-    "unit-mlp" on inputs of unit length), the FFN's own gates and a stand-in for W_up of
-    rank `directions` ("gates"), or copies of W_gate and W_up in a few `bits` a weight
-    ("copies"); of the neurons that run, the share `exact` reads W_gate and W_up
-    themselves. `chooser` is "topk" (the K best) or "threshold" (all above it, at most
+    "unit-mlp" on inputs of unit length), a hash of the token's id ("hash"), the FFN's
+    own gates and a stand-in for W_up of rank `directions` ("gates"), or copies of
+    W_gate and W_up in a few `bits` a weight ("copies"); of the neurons that run, the
+    share `exact` reads W_gate and W_up themselves. `chooser` is "topk" (the K best) or "threshold" (all above it, at most
     `cap`). `absolute` ranks by the absolute value of scores.
     """
 
