@@ -161,7 +161,12 @@ def _search_target(
     def make(layout: Any) -> Plan:
         budget = Budget(layout)
         return make_plan(
-            first.dense_config, first.model, first.method, budget, options.scope
+            first.dense_config,
+            first.model,
+            first.method,
+            budget,
+            options.scope,
+            len(options.sources),
         )
 
     def ratio_of(plan: Plan) -> float:

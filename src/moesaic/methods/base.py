@@ -74,7 +74,8 @@ class ModelShape:
 
     `layers` are those to convert. `path` leads from the base model to an FFN, with
     `{}` for the layer; `identities` to modules that a replacement makes superfluous,
-    `linears` to all linear layers. `config` is all that config.json says.
+    `linears` to all linear layers. `config` is all that config.json says. `domains`
+    is the number of calibration texts.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelShape:
     outer: OuterShape | None = None
     linears: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    domains: int = 1
 
     def linears_where(self, where: str) -> tuple[str, ...]:
         """All linear layers, or those of FFNs alone: `where` is one of LINEARS."""
@@ -135,7 +137,8 @@ class Method(ABC):
 
     `needs` names what it wants besides the calibration text's activations:
     "gradients" (the whole model on one device), "token ids" or "domains" (texts of
-    several kinds). `saves` is False for a reference, which no model can hold.
+    several kinds; `calibration.domain_N` says which a window comes from). `saves` is
+    False for a reference, which no model can hold.
     """
 
     description: ClassVar[Description]

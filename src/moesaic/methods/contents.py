@@ -163,6 +163,15 @@ METHODS = {
             "https://arxiv.org/abs/2204.07675",
         ),
         Description(
+            "read-me",
+            "moesaic.methods.read_me:ReadMe",
+            "An expert for each kind of text; one router, before the first layer.",
+            _TRANSFORMERS,
+            "Cai et al., Read-ME: Refactorizing LLMs as Router-Decoupled Mixture of "
+            "Experts with System Co-Design, NeurIPS 2024",
+            "https://arxiv.org/abs/2410.19123",
+        ),
+        Description(
             "sleb",
             "moesaic.methods.sleb:SLEB",
             "Takes whole blocks out, the least missed one first; no routing.",

@@ -51,6 +51,7 @@ from .projections_moesaic import (
 )
 from .replacement_moesaic import MoesaicReplacement, View, as_they_are
 from .routers_moesaic import (
+    MoesaicEmbeddingRouter,
     MoesaicHashRouter,
     MoesaicLinearRouter,
     MoesaicMLPRouter,
@@ -78,6 +79,7 @@ __all__ = [
     "MoesaicConfig",
     "MoesaicCopy",
     "MoesaicCopyRouter",
+    "MoesaicEmbeddingRouter",
     "MoesaicExperts",
     "MoesaicHashRouter",
     "MoesaicHierarchy",

@@ -16,6 +16,7 @@ ROUTER_KINDS = (
     "mlp",
     "unit-mlp",
     "hash",
+    "embedding",
     "gates",
     "copies",
 )
@@ -94,8 +95,9 @@ class RouterConfig:
     "unit-mlp" on inputs of unit length), a hash of the token's id ("hash"), the FFN's
     own gates and a stand-in for W_up of rank `directions` ("gates"), or copies of
     W_gate and W_up in a few `bits` a weight ("copies"); of the neurons that run, the
-    share `exact` reads W_gate and W_up themselves. `chooser` is "topk" (the K best) or "threshold" (all above it, at most
-    `cap`). `absolute` ranks by the absolute value of scores.
+    share `exact` reads W_gate and W_up themselves. "embedding" is a matrix product with
+    the token's embedding. `chooser` is "topk" (the K best) or "threshold" (all above
+    it, at most `cap`). `absolute` ranks by the absolute value of scores.
     """
 
     kind: str

@@ -325,6 +325,23 @@ class MoesaicHashRouter(MoesaicRouter):
         return scores_TR
 
 
+class MoesaicEmbeddingRouter(MoesaicLinearRouter):
+    """Scores by a matrix product with the token's embedding, whatever the layer.
+
+    With one matrix for all layers a token runs the same experts everywhere, and they
+    are known before the first layer runs (Read-ME, Cai et al., NeurIPS 2024).
+    """
+
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
+        super().__init__(block, sizes, outer)
+        self.token_ids = TokenIds()
+
+    def features(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
+        return self.token_ids.embedded(x_TD).float()
+
+
 ROUTERS: dict[str, type[MoesaicRouter]] = {
     "linear": MoesaicLinearRouter,
     "quadratic": MoesaicQuadraticRouter,
@@ -332,6 +349,7 @@ ROUTERS: dict[str, type[MoesaicRouter]] = {
     "mlp": MoesaicMLPRouter,
     "unit-mlp": MoesaicUnitMLPRouter,
     "hash": MoesaicHashRouter,
+    "embedding": MoesaicEmbeddingRouter,
 }
 
 
