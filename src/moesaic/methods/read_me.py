@@ -145,9 +145,9 @@ class ReadMe(ExpertMethod):
         return run.replace_ffns(known)
 
     def partition(self, fit: LayerFit) -> Partition:
-        layer = fit.inputs.layer
-        assert layer is not None
-        experts_RM = self.known().experts[layer]
+        known = self.known()
+        assert fit.inputs.layer is not None
+        experts_RM = known.experts[fit.inputs.layer]
         return Partition(NO_EXPERTS.reshape(-1), experts_RM)
 
     def make_router(self, fit: LayerFit) -> Any:

@@ -86,6 +86,6 @@ def fit_token_router(e_TD: Tensor, target_TR: Tensor) -> tuple[Tensor, Tensor]:
             value.backward()
             return value
 
-        solver.step(loss)  # type: ignore[no-untyped-call]
+        solver.step(loss)
     weight_RD = weight_RD.detach() / length
     return weight_RD, bias_R.detach()
