@@ -1,9 +1,9 @@
 """LLaMA-MoE: neurons split at random, outputs scaled up, a gate that is yet to learn.
 
 Source: Zhu et al., LLaMA-MoE: Building Mixture-of-Experts from LLaMA with Continual
-Pre-training, EMNLP 2024, https://arxiv.org/abs/2406.16554: the random split (Section
-3.1), which the paper found best, the gate Linear-Tanh-Linear and the factor N / k. The
-paper trains gate and model on 200 billion tokens. At a conversion nothing is known to
+Pre-training, EMNLP 2024, https://arxiv.org/abs/2406.16554: the random split, which the
+paper found best, the gate Linear-Tanh-Linear and the factor N / k. The paper trains
+gate and model on 200 billion tokens. At a conversion nothing is known to
 the gate: it is drawn as linear layers are, and a token runs experts that mean nothing.
 The gate's noise belongs to its training. Where we depart: docs/deviations.md.
 

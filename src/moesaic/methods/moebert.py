@@ -1,9 +1,8 @@
 """MoEBERT: the most important neurons in every expert, and a hash of the token chooses.
 
 Source: Zuo et al., MoEBERT: from BERT to Mixture-of-Experts via Importance-Guided
-Adaptation, NAACL 2022, https://arxiv.org/abs/2204.07675, Sections 3.2 (importance,
-adaptation) and 3.3 (routing), and the released code. One expert runs for a token; the
-least important neurons may be in none. The paper's distillation is `moesaic finetune`.
+Adaptation, NAACL 2022, https://arxiv.org/abs/2204.07675, and the released code. One
+expert runs for a token; the least important neurons may be in none. The paper's distillation is `moesaic finetune`.
 Where we depart: docs/deviations.md.
 
 Shape suffixes: F neurons, R experts, M neurons of one.
@@ -202,7 +201,7 @@ def adapted_experts(
 ) -> NDArray[np.int64]:
     """Neurons of each expert (R, M), ascending.
 
-    The core, and of the others in order of importance every R-th one (Section 3.2).
+    The core, and of the others in order of importance every R-th one.
     """
     order_F = by_importance(importance_F)
     core_neurons = order_F[:core]

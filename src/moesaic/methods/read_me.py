@@ -1,9 +1,8 @@
 """Read-ME: an expert for each kind of text, and one router ahead of all layers.
 
 Source: Cai et al., Read-ME: Refactorizing LLMs as Router-Decoupled Mixture of Experts
-with System Co-Design, NeurIPS 2024, https://arxiv.org/abs/2410.19123, Sections 3.1
-(experts by domain) and 3.2 (pre-gating router), and the released code. Every
-calibration text is a domain. A domain's expert holds the neurons that are most active
+with System Co-Design, NeurIPS 2024, https://arxiv.org/abs/2410.19123, and the released
+code. Every calibration text is a domain. A domain's expert holds the neurons that are most active
 on it, so experts overlap. One router, which knows the token alone, chooses one expert
 for all layers. Where we depart: docs/deviations.md.
 
