@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moesaic.errors import MoesaicError, unknown
-from moesaic.layout import Layout, layouts_for
+from moesaic.layout import GRAINS, Layout, layouts_for
 from moesaic.methods.contents import Description
 from moesaic.modeling import (
     BlockConfig,
@@ -475,6 +475,31 @@ class ModelMethod(Method):
             if isinstance(value, int)
         ]
         return ", ".join(parts) or "as it was"
+
+
+def neuron_layout(budget: Budget, neurons: int) -> Layout:
+    """The budget as so many of the neurons, whatever experts they stand in.
+
+    Raises MoesaicError for an unknown grain, and for a sparsity at which all neurons or
+    none would run.
+    """
+    if budget.grain not in GRAINS:
+        raise unknown("grain", budget.grain, GRAINS)
+    if budget.layout is not None:
+        active = budget.layout.sizes(neurons).active
+        return Layout(0, active, neurons)
+    sparsity = budget.skipped
+    if not 0 < sparsity < 1:
+        raise MoesaicError(
+            f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter"
+        )
+    active = round((1 - sparsity) * neurons)
+    if not 1 <= active < neurons:
+        raise MoesaicError(
+            f"sparsity {sparsity}: {active} of {neurons} neurons would run; at least 1 "
+            "has to, and at least 1 not"
+        )
+    return Layout(0, active, neurons)
 
 
 def refuse_mixture(method: Method, shape: ModelShape, why: str) -> None:

@@ -24,12 +24,13 @@ from torch import Tensor
 from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.statistics import PLAIN, StatisticsKind
-from moesaic.errors import MoesaicError, unknown
-from moesaic.layout import GRAINS, Layout
+from moesaic.errors import MoesaicError
+from moesaic.layout import Layout
 from moesaic.methods.base import (
     Budget,
     FFNShape,
     ModelShape,
+    neuron_layout,
     refuse_mixture,
     setting,
 )
@@ -102,24 +103,7 @@ class ReadMe(ExpertMethod):
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
         """The neurons that run, of all, whatever layout or sparsity they come from."""
-        if budget.grain not in GRAINS:
-            raise unknown("grain", budget.grain, GRAINS)
-        total = shape.ffn.intermediate_size
-        if budget.layout is not None:
-            active = budget.layout.sizes(total).active
-            return [Layout(0, active, total)]
-        sparsity = budget.skipped
-        if not 0 < sparsity < 1:
-            raise MoesaicError(
-                f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter"
-            )
-        active = round((1 - sparsity) * total)
-        if not 1 <= active < total:
-            raise MoesaicError(
-                f"sparsity {sparsity}: {active} of {total} neurons would run; at least "
-                "1 has to, and at least 1 not"
-            )
-        return [Layout(0, active, total)]
+        return [neuron_layout(budget, shape.ffn.intermediate_size)]
 
     def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
         """Experts as wide as what runs for a token."""
