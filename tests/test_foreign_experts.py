@@ -18,6 +18,7 @@ from moesaic.calibration.calibration_set import CalibrationSet, Split
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
 from moesaic.cli import main as cli
+from moesaic.conversion.prepare import in_turns
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, find_ffns
 from moesaic.finetune.lora import merge, wrap
@@ -581,6 +582,12 @@ def test_read_me_wants_texts_of_two_domains(
     assert "a.txt + b.txt" in (tmp_path / "out/README.md").read_text()
     with pytest.raises(MoesaicError, match="mapping of calibration texts is empty"):
         moesaic.convert(tiny_model("qwen3"), "cmoe", "S1A3E5", {})
+
+
+def test_held_out_texts_take_turns() -> None:
+    first, second = torch.arange(7), torch.arange(100, 120)
+    assert in_turns([first, second], 3).tolist() == [0, 1, 2, 100, 101, 102, 3, 4, 5, 103, 104, 105]
+    assert in_turns([first, second], 50).tolist() == [*range(7), *range(100, 107)]
 
 
 def test_any_method_takes_several_texts() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,18 @@ def read_sources(
     ids = torch.cat(all_ids)
     if len(validations) < len(sources):
         return ids, calibration, None
-    # As much of each as of the shortest: none outweighs the others.
-    shortest = min(len(validation.ids) for validation in validations)
-    parts = [validation.ids[:shortest] for validation in validations]
+    heldout_ids = in_turns([one.ids for one in validations], length)
     name = " + ".join(validation.name for validation in validations)
-    return ids, calibration, ValidationText(torch.cat(parts), name)
+    return ids, calibration, ValidationText(heldout_ids, name)
+
+
+def in_turns(texts: Sequence[Tensor], length: int) -> Tensor:
+    """A window of each text in turn, until the shortest has no more."""
+    shortest = min(len(ids) for ids in texts)
+    count = max(shortest // length, 1)
+    window = min(shortest, length)
+    windows = [ids[: count * window].reshape(count, window) for ids in texts]
+    return torch.stack(windows, dim=1).flatten()
 
 
 def check_needs(method: Method, domains: int) -> None:
