@@ -59,7 +59,7 @@ class MoEBERT(ExpertMethod):
         4, "Experts of a layer; one runs for a token.", 2
     )
     core: float = setting(
-        2 / 3,
+        0.667,
         "Of an expert's neurons, the share that all experts have; more where they "
         "could not be filled otherwise.",
         0,
