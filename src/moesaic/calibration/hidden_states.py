@@ -105,9 +105,9 @@ class Stream:
         if calls is not None and self._is_additive(layer):
             self._add_ffn(layer, calls)
             return
-        ffn = self.ffns.replaced(layer)
+        module = self.ffns.layers[layer]
         for samples, hidden_BLD in self._blocks():
-            self._tell(ffn, self.ids_NL[samples].flatten())
+            self._tell(module, self.ids_NL[samples].flatten())
             output_BLD = self._call(layer, hidden_BLD)
             self.hidden_NLD[samples] = output_BLD.to(self.storage)
 
@@ -129,10 +129,11 @@ class Stream:
             hidden_TD[start:end] += output_TD.to(self.storage)
             start = end
 
-    def _tell(self, ffn: Any, ids_T: Tensor) -> None:
-        """Which tokens come next, for routers that choose by that."""
-        if isinstance(ffn, MoesaicReplacement):
-            ffn.tell(ids_T.to(self.device))
+    def _tell(self, module: nn.Module, ids_T: Tensor) -> None:
+        """Which tokens come next, for routers inside that choose by that."""
+        for inner in module.modules():
+            if isinstance(inner, MoesaicReplacement):
+                inner.tell(ids_T.to(self.device))
 
     def module_inputs(
         self, layer: int, paths: Sequence[str]
