@@ -583,3 +583,59 @@ class Losses:
         for handle in handles:
             handle.remove()
         return losses
+
+
+# --- experts of other systems ------------------------------------------------------------------
+
+
+def expert_masses(size_TF: NDArray[np.float64], experts: Sequence[Sequence[int]]) -> Any:
+    """The sum of an expert's neurons for each token (T, R), one addition at a time."""
+    mass_TR = np.zeros((len(size_TF), len(experts)))
+    for t, size_F in enumerate(size_TF):
+        for j, members_M in enumerate(experts):
+            for i in members_M:
+                mass_TR[t, j] += size_F[i]
+    return mass_TR
+
+
+def greedy_split(importance_RF: NDArray[np.float64], others: Sequence[int]) -> list[list[int]]:
+    """Again and again the largest importance of a free neuron to an expert with room."""
+    experts: list[list[int]] = [[] for _ in importance_RF]
+    size = len(others) // len(importance_RF)
+    free = list(others)
+    while free:
+        pairs = [
+            (-importance_RF[j, i], j, i)
+            for j, members in enumerate(experts)
+            for i in free
+            if len(members) < size
+        ]
+        _, j, i = min(pairs)
+        experts[j].append(i)
+        free.remove(i)
+    return [sorted(members) for members in experts]
+
+
+def window_gradients(model: Any, window_L: torch.Tensor) -> dict[str, torch.Tensor]:
+    """w * dL/dw of every weight of a model, by plain backpropagation into the weights."""
+    model.zero_grad()
+    output = model(input_ids=window_L[None], labels=window_L[None], use_cache=False)
+    output.loss.backward()
+    products = {
+        name: (parameter * parameter.grad).detach()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    model.zero_grad()
+    return products
+
+
+def overlap_targets(h_TF: torch.Tensor, experts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Shares of a token's largest activations that experts hold, sharpened (T, R)."""
+    size = len(experts[0])
+    rows = []
+    for h_F in h_TF:
+        largest = set(h_F.abs().argsort(descending=True)[:size].tolist())
+        rows.append([len(largest & set(members)) / size for members in experts])
+    share_TR = torch.tensor(rows)
+    return (10 * (share_TR - share_TR.mean())).softmax(-1)

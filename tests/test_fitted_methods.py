@@ -50,12 +50,13 @@ def trial(method: str | Method, family: str = "llama") -> tuple[list[LayerReport
     """Under a mask: the reports, and logits while replacements are in place and afterwards."""
     model, ids = tiny_model(family), tokens(2, 48, seed=2)
     ffns = find_ffns(model)
-    plan = make_plan(model.config, "tiny", load_method(method), make_budget("S1A3E8"))
+    plan = make_plan(model.config, "tiny", load_method(method), make_budget("S1A3E8"), domains=2)
     assert isinstance(plan.method, FFNMethod)
     with ffns.restored():
         stream = Stream(ffns, WINDOWS, torch.device("cpu"))
-        run = Run(stream, plan, CalibrationSet(WINDOWS), 0, trial=True)
-        reports = run.replace_ffns(plan.method)
+        calibration = CalibrationSet(WINDOWS, torch.arange(len(WINDOWS)) % 2)
+        run = Run(stream, plan, calibration, 0, trial=True)
+        reports = plan.method.convert(model, calibration, plan, run)
         during = logits(model, ids)
     return reports, during, logits(model, ids)
 

@@ -102,7 +102,8 @@ def test_only_static_pruning_does_not_route() -> None:
 def test_what_a_method_needs_of_the_tokens() -> None:
     methods: dict[str, Any] = {name: load_method(name) for name in FFN_METHODS}
     fits = [name for name, method in methods.items() if method.fits_weights]
-    assert fits == ["moesaic", "moesaic-dynamic", "moesaic-neurons", "static-repaired", "oracle"]
+    ours = ["moesaic", "moesaic-dynamic", "moesaic-neurons", "static-repaired"]
+    assert fits == [*ours, "moefication", "g-moefication", "oracle"]
     kinds = {name: method.statistics_kinds() for name, method in methods.items()}
     marking = [n for n, own in kinds.items() if any(kind.activation_top_k for kind in own)]
     assert marking == ["cmoe", "cmoe-code"]

@@ -19,6 +19,6 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> MoesaicError:
         suggestion = " or ".join(nearest)
         hint = f"did you mean {suggestion}? "
     listed = ", ".join(names)
-    if len(names) > 20:
+    if len(names) > 40:
         listed = f"{len(names)} others"
     return MoesaicError(f"unknown {kind} {name!r}: {hint}known are {listed}")

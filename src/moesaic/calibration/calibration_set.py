@@ -5,6 +5,7 @@ Shape suffixes: N windows, H those that are held out, L tokens of a window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +41,13 @@ class Split:
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Windows of token ids (N, L); the last of them are held out of every fit."""
+    """Windows of token ids (N, L); the last of them are held out of every fit.
+
+    `domain_N` says which of several texts a window comes from; None for one text.
+    """
 
     windows_NL: Tensor
+    domain_N: Tensor | None = None
 
     @classmethod
     def sample(
@@ -85,6 +90,33 @@ class CalibrationSet:
         index_NL = start_N[:, None] + offset_L
         return cls(ids[index_NL])
 
+    @classmethod
+    def joined(cls, sets: Sequence[CalibrationSet]) -> CalibrationSet:
+        """The windows of several texts: those to fit on of all, then the others.
+
+        Raises MoesaicError where windows differ in length.
+        """
+        lengths = {one.length for one in sets}
+        if len(lengths) > 1:
+            numbers = " and ".join(map(str, sorted(lengths)))
+            raise MoesaicError(
+                f"windows of {numbers} tokens; those of all texts must be equal"
+            )
+        fitted = []
+        heldout = []
+        fitted_domains = []
+        heldout_domains = []
+        for domain, one in enumerate(sets):
+            count = heldout_windows(one.samples)
+            first_heldout = one.samples - count
+            fitted.append(one.windows_NL[:first_heldout])
+            heldout.append(one.windows_NL[first_heldout:])
+            fitted_domains += [domain] * first_heldout
+            heldout_domains += [domain] * count
+        windows_NL = torch.cat(fitted + heldout)
+        domain_N = torch.tensor(fitted_domains + heldout_domains)
+        return cls(windows_NL, domain_N)
+
     @property
     def samples(self) -> int:
         return len(self.windows_NL)
@@ -116,9 +148,12 @@ class CalibrationSet:
         heldout = heldout_windows(samples)
         fitted = samples - heldout
         first_heldout = self.samples - heldout
-        fit_NL = self.windows_NL[:fitted]
-        heldout_NL = self.windows_NL[first_heldout:]
-        return CalibrationSet(torch.cat([fit_NL, heldout_NL]))
+        number_N = torch.arange(self.samples)
+        kept_N = torch.cat([number_N[:fitted], number_N[first_heldout:]])
+        domain_N = self.domain_N
+        if domain_N is not None:
+            domain_N = domain_N[kept_N]
+        return CalibrationSet(self.windows_NL[kept_N], domain_N)
 
 
 def heldout_windows(samples: int) -> int:

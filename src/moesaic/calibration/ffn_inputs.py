@@ -23,7 +23,8 @@ from moesaic.families import DenseFFN
 class FFNInputs:
     """Blocks x (T, D), kept where the calibration's hidden states are kept.
 
-    `hold_out` keeps the last tokens of the split out of what is fitted. Without it
+    `layer` is the FFN's, and `ids_T` are the ids of all tokens; None for an expert of a
+    mixture. `hold_out` keeps the last tokens of the split out of what is fitted. Without it
     everything is fitted on, and they are what is measured all the same.
     """
 
@@ -34,9 +35,15 @@ class FFNInputs:
         hold_out: bool,
         storage: torch.device,
         device: torch.device,
+        layer: int | None = None,
+        ids_T: Tensor | None = None,
     ):
         self.storage = storage
         self.device = device
+        self.layer = layer
+        self.heldout_ids_T = None
+        if ids_T is not None:
+            self.heldout_ids_T = ids_T[split.first_heldout :]
         self.hold_out = hold_out and split.can_hold_out
         self.tokens = split.first_heldout if self.hold_out else split.tokens
         self._fit: list[Tensor] = []

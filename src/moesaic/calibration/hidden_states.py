@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moesaic.errors import MoesaicError
 from moesaic.families import SUPPORTED, FFNs
+from moesaic.modeling import MoesaicReplacement
 
 BLOCK_TOKENS = 2048  # tokens that pass through a layer at once
 
@@ -38,6 +39,7 @@ class Stream:
     def __init__(self, ffns: FFNs, ids_NL: Tensor, device: torch.device):
         samples, length = ids_NL.shape
         self.ffns = ffns
+        self.ids_NL = ids_NL
         self.device = device
         self.block = max(1, BLOCK_TOKENS // length)
         # One sample is enough to see what layers are called with: samples have equal
@@ -103,7 +105,9 @@ class Stream:
         if calls is not None and self._is_additive(layer):
             self._add_ffn(layer, calls)
             return
+        module = self.ffns.layers[layer]
         for samples, hidden_BLD in self._blocks():
+            self._tell(module, self.ids_NL[samples].flatten())
             output_BLD = self._call(layer, hidden_BLD)
             self.hidden_NLD[samples] = output_BLD.to(self.storage)
 
@@ -115,13 +119,21 @@ class Stream:
         """Adds what the FFN gives to the hidden states just before that step."""
         ffn = self.ffns.replaced(layer)
         hidden_TD = self.hidden_NLD.flatten(0, 1)
+        ids_T = self.ids_NL.flatten()
         start = 0
         for call in calls:
             arguments = call if isinstance(call, tuple) else (call,)
+            end = start + len(arguments[0])
+            self._tell(ffn, ids_T[start:end])
             output_TD = ffn(*arguments)
-            end = start + len(output_TD)
             hidden_TD[start:end] += output_TD.to(self.storage)
             start = end
+
+    def _tell(self, module: nn.Module, ids_T: Tensor) -> None:
+        """Which tokens come next, for routers inside that choose by that."""
+        for inner in module.modules():
+            if isinstance(inner, MoesaicReplacement):
+                inner.tell(ids_T.to(self.device))
 
     def module_inputs(
         self, layer: int, paths: Sequence[str]

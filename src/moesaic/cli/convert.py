@@ -25,6 +25,7 @@ from moesaic.cli.options import (
 )
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import bytes_lines, macs_table, out, report_tables
+from moesaic.errors import MoesaicError
 
 
 def convert_command(
@@ -77,11 +78,11 @@ def convert_command(
     ] = None,
     grain: Grain = "medium",
     calibration: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="Text that the model is run on: FILE[:FIELD], wikitext2, c4, "
-            "hub:NAME:CONFIG:SPLIT:FIELD or demo. "
-            "[default: wikitext2, or demo for the demo model]"
+            "hub:NAME:CONFIG:SPLIT:FIELD or demo. May be given more than once: as much "
+            "of each. [default: wikitext2, or demo for the demo model]"
         ),
     ] = None,
     samples: Annotated[
@@ -129,7 +130,8 @@ def convert_command(
 ) -> None:
     """Convert a dense model into a Mixture-of-Experts and save it."""
     default_source = "demo" if model == "demo" else "wikitext2"
-    source = calibration or default_source
+    sources = calibration or [default_source]
+    source = calibration_of(sources)
     choices: dict[str, Any] = {
         "model": model,
         "recipe": recipe,
@@ -161,6 +163,25 @@ def convert_command(
         _convert(choices, target_ratio, device, dtype)
 
 
+def calibration_of(sources: list[str]) -> str | dict[str, str]:
+    """One text, or several by name. Raises MoesaicError for one that comes twice."""
+    if len(sources) == 1:
+        return sources[0]
+    by_name = {source: source for source in sources}
+    if len(by_name) < len(sources):
+        raise MoesaicError(
+            f"--calibration names {len(by_name)} texts {len(sources)} times; name each "
+            "once"
+        )
+    return by_name
+
+
+def _first_source(calibration: str | dict[str, str]) -> str:
+    if isinstance(calibration, str):
+        return calibration
+    return next(iter(calibration))
+
+
 def _convert(
     choices: dict[str, Any],
     target_ratio: float | None,
@@ -178,7 +199,7 @@ def _convert(
         progress=True,
     )
     output = str(choices["output"])
-    source = choices["calibration"]
+    source = _first_source(choices["calibration"])
     report_tables(report, output)
     note = note_on_copies(model.config.moesaic)
     if note is not None:
@@ -205,6 +226,7 @@ def _dry_run(
     choices: dict[str, Any], target_ratio: float | None, dtype: str
 ) -> None:
     """Says what a conversion would do."""
+    from moesaic.conversion.prepare import source_name
     from moesaic.finetune.convert import dry_run
 
     prepared = dry_run(**choices, target_ratio=target_ratio, dtype=dtype)
@@ -228,6 +250,7 @@ def _dry_run(
     if recover is not None:
         then = f", train on about {recover:,} tokens of it,"
     out.print(
-        f"would profile {tokens} tokens of {choices['calibration']} in each of "
+        f"would profile {tokens} tokens of {source_name(choices['calibration'])} in "
+        "each of "
         f"{layers} layers{then} and write {output}; nothing was written"
     )

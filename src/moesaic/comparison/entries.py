@@ -13,6 +13,7 @@ from moesaic.comparison.equal_work import Steps
 from moesaic.comparison.options import SPARSITY, CompareOptions, Goal
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
+from moesaic.conversion.prepare import check_needs
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import meta_model
 from moesaic.families import find_ffns
@@ -113,6 +114,7 @@ class _Planner:
 
     def entry(self, method: Method, role: str, goal: Goal) -> Entry:
         """Raises MoesaicError for a budget that the method cannot meet."""
+        check_needs(method, domains=1)
         if goal.is_work:
             steps = self._steps(method)
             sparsity, plan = steps.nearest(goal)

@@ -17,8 +17,7 @@ experts, F neurons, V words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +33,7 @@ from moesaic.errors import MoesaicError
 from moesaic.families import FFNs
 from moesaic.methods.expert_method import ExpertMethod
 from moesaic.modeling import Sizes
+from moesaic.parts.gradients import without_gradients
 from moesaic.parts.partition import Partition
 
 FIT_TOKENS = 8192  # that experts and routers are fitted to
@@ -152,21 +152,6 @@ def sensitivities(
             "activations are broken"
         )
     return weights
-
-
-@contextmanager
-def without_gradients(model: Any) -> Iterator[None]:
-    """No weight of a model gets a gradient for a while."""
-    trainable = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
 
 
 @torch.no_grad()

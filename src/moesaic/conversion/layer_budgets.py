@@ -28,16 +28,14 @@ from torch import Tensor
 from moesaic.calibration.calibration_set import HELD_OUT, CalibrationSet
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
-from moesaic.conversion.budget_curves import (
-    budgets_by_curves,
-    without_gradients,
-)
+from moesaic.conversion.budget_curves import budgets_by_curves
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
 from moesaic.families import FFNs, Mixtures
 from moesaic.methods.base import FFNMethod
 from moesaic.modeling import MoesaicReplacement, View
+from moesaic.parts.gradients import without_gradients
 from moesaic.parts.repair import TOKENS_PER_NEURON
 from moesaic.parts.thresholds import soft_choice
 

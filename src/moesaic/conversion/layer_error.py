@@ -21,7 +21,7 @@ from moesaic.methods.expert_method import (
     fit_static_reference,
     static_neurons,
 )
-from moesaic.modeling import Sizes
+from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.parts.energies import expert_energies, expert_grams
 from moesaic.parts.importance import output_norms
 from moesaic.parts.partition import Partition
@@ -132,6 +132,15 @@ def _sample(inputs: FFNInputs, most: int) -> Tensor:
     return x_TD[::stride]
 
 
+def _tell_ids(replacement: Any, inputs: FFNInputs, most: int) -> None:
+    """Which tokens these are, for routers that choose by that."""
+    ids_T = inputs.heldout_ids_T
+    if ids_T is None or not isinstance(replacement, MoesaicReplacement):
+        return
+    stride = -(-len(ids_T) // most)
+    replacement.tell(ids_T[::stride].to(inputs.device))
+
+
 @torch.no_grad()
 def measure_layer(
     layer: int,
@@ -151,6 +160,7 @@ def measure_layer(
     made: Made = getattr(replacement, "made", None) or Made()
     partition = made.partition
     x_TD = _sample(inputs, most or MOST_TOKENS)
+    _tell_ids(replacement, inputs, most or MOST_TOKENS)
     yardstick = _Yardstick(ffn, x_TD)
     output_TD = replacement(x_TD).float()
     if ffn.down_bias_D is not None:

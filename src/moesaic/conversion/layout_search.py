@@ -161,15 +161,19 @@ def _search_target(
     def make(layout: Any) -> Plan:
         budget = Budget(layout)
         return make_plan(
-            first.dense_config, first.model, first.method, budget, options.scope
+            first.dense_config,
+            first.model,
+            first.method,
+            budget,
+            options.scope,
+            len(options.sources),
         )
 
     def ratio_of(plan: Plan) -> float:
-        assert isinstance(plan.method, FFNMethod)
         with ffns.restored():
             stream = Stream(ffns, calibration.windows_NL, device)
             run = Run(stream, plan, calibration, options.seed, trial=True)
-            run.replace_ffns(plan.method)
+            plan.method.convert(dense, calibration, plan, run)
             value, _ = perplexity(dense, validation.ids, length, HELDOUT_TOKENS)
         return value / base
 

@@ -51,6 +51,13 @@ class ConvertOptions:
     progress: bool = False
 
     @property
+    def sources(self) -> dict[str, Any]:
+        """The calibration texts by name: several are a domain each."""
+        if isinstance(self.calibration, Mapping):
+            return dict(self.calibration)
+        return {"": self.calibration}
+
+    @property
     def in_memory(self) -> bool:
         """Whether the model was given as an object."""
         return not isinstance(self.model, str | Path)

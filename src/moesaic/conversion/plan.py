@@ -115,19 +115,20 @@ def make_plans(
     method: Method,
     budget: Budget,
     scope: Scope | None = None,
+    domains: int = 1,
 ) -> list[Plan]:
     """Plans a conversion from the dense model's configuration, without weights.
 
     One plan a layout that could serve, the usual one first. In a model that is a
-    mixture already, a layout is of each expert. Raises MoesaicError for a model that
-    is converted already, an unsupported family, an impossible budget, and a choice of
-    experts or layers that it does not have.
+    mixture already, a layout is of each expert. `domains` counts calibration texts.
+    Raises MoesaicError for a model that is converted already, an unsupported family, an
+    impossible budget, and a choice of experts or layers that it does not have.
     """
     check_convertible(config, name)
     scope = scope or Scope()
     skeleton = meta_model(config)
     ffns = keep_dense(find_ffns(skeleton), scope.dense_layers)
-    shape = model_shape(ffns, scope, config)
+    shape = replace(model_shape(ffns, scope, config), domains=domains)
     dense_macs = count_macs(skeleton, 1)
     dense_bytes = count_bytes(skeleton)
     base_model = public_name(name)
@@ -163,9 +164,10 @@ def make_plan(
     method: Method,
     budget: Budget,
     scope: Scope | None = None,
+    domains: int = 1,
 ) -> Plan:
     """The first of `make_plans`."""
-    plans = make_plans(config, name, method, budget, scope)
+    plans = make_plans(config, name, method, budget, scope, domains)
     return plans[0]
 
 

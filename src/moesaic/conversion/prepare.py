@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moesaic.calibration.calibration_set import (
@@ -31,7 +33,7 @@ from moesaic.output.draft import check_output
 
 PAPER_SAMPLES = 8
 # What a conversion can give a method besides activations.
-GIVEN = frozenset({"gradients", "token ids"})
+GIVEN = frozenset({"gradients", "token ids", "domains"})
 LEAST_FITTED_TOKENS = 32_768
 TOKENS_PER_NEURON = 12
 LARGEST_SEED = 2**31 - 1
@@ -70,6 +72,10 @@ def prepare(options: ConvertOptions) -> Prepared:
 
     Raises MoesaicError for any bad input but broken weights; writes nothing.
     """
+    if not options.sources:
+        raise MoesaicError(
+            "the mapping of calibration texts is empty; name one"
+        )
     config = _read_config(options)
     plans = make_plans(
         config,
@@ -77,6 +83,7 @@ def prepare(options: ConvertOptions) -> Prepared:
         options.method,
         options.budget,
         options.scope,
+        len(options.sources),
     )
     if not options.method.saves:
         raise MoesaicError(
@@ -87,14 +94,14 @@ def prepare(options: ConvertOptions) -> Prepared:
     samples = options.samples
     if samples is None:
         samples = usual_samples(plans[0], length)
-    check_needs(options.method)
+    check_needs(options.method, len(options.sources))
     _check_numbers(samples, length, options.seed)
     if options.output is not None:
         check_output(options.output, options.overwrite, options.resume)
     tokenizer = _tokenizer_of(options, config)
-    ids = to_ids(options.calibration, tokenizer)
-    ids, validation = hold_out(ids, options.calibration, tokenizer, length)
-    calibration = CalibrationSet.sample(ids, samples, length, options.seed)
+    ids, calibration, validation = read_sources(
+        options, tokenizer, samples, length
+    )
     context = context_of(config)
     if calibration.length > context:
         raise MoesaicError(
@@ -106,14 +113,60 @@ def prepare(options: ConvertOptions) -> Prepared:
     )
 
 
-def check_needs(method: Method) -> None:
-    """Raises MoesaicError for a method that wants what no conversion gives yet."""
+def read_sources(
+    options: ConvertOptions, tokenizer: Any, samples: int, length: int
+) -> tuple[Tensor, CalibrationSet, ValidationText | None]:
+    """The text without what is held out, its windows, and what is held out.
+
+    Of several texts each gives the same number of windows.
+    """
+    sources = list(options.sources.values())
+    share = math.ceil(samples / len(sources))
+    all_ids = []
+    sets = []
+    validations = []
+    for source in sources:
+        ids = to_ids(source, tokenizer)
+        ids, validation = hold_out(ids, source, tokenizer, length)
+        windows = CalibrationSet.sample(ids, share, length, options.seed)
+        all_ids.append(ids)
+        sets.append(windows)
+        if validation is not None:
+            validations.append(validation)
+    if len(sources) == 1:
+        only = validations[0] if validations else None
+        return all_ids[0], sets[0], only
+    calibration = CalibrationSet.joined(sets)
+    ids = torch.cat(all_ids)
+    if len(validations) < len(sources):
+        return ids, calibration, None
+    heldout_ids = in_turns([one.ids for one in validations], length)
+    name = " + ".join(validation.name for validation in validations)
+    return ids, calibration, ValidationText(heldout_ids, name)
+
+
+def in_turns(texts: Sequence[Tensor], length: int) -> Tensor:
+    """A window of each text in turn, until the shortest has no more."""
+    shortest = min(len(ids) for ids in texts)
+    count = max(shortest // length, 1)
+    window = min(shortest, length)
+    windows = [ids[: count * window].reshape(count, window) for ids in texts]
+    return torch.stack(windows, dim=1).flatten()
+
+
+def check_needs(method: Method, domains: int) -> None:
+    """Raises MoesaicError for a method that wants what this conversion does not give."""
     missing = sorted(method.needs - GIVEN)
     if missing:
         raise MoesaicError(
             f"method {method.name!r} needs {', '.join(missing)}, and a conversion "
             f"gives {', '.join(sorted(GIVEN))} besides activations; take another "
             "method"
+        )
+    if "domains" in method.needs and domains < 2:
+        raise MoesaicError(
+            f"{method.name} wants texts of at least two domains; give --calibration "
+            "once for each"
         )
 
 
@@ -157,7 +210,13 @@ def hold_out(
 
 
 def source_name(calibration: Any) -> str:
-    """What reports call a calibration source."""
+    """What reports call a calibration source, or several."""
+    if isinstance(calibration, Mapping):
+        names = [
+            source_name(source) if isinstance(source, str | Path) else str(name)
+            for name, source in calibration.items()
+        ]
+        return " + ".join(names)
     if not isinstance(calibration, str | Path):
         return f"a {type(calibration).__name__} in memory"
     path = Path(calibration)
@@ -200,7 +259,8 @@ def _tokenizer_of(options: ConvertOptions, config: Any) -> Any:
         name = config.name_or_path
     else:
         name = options.model
-        if isinstance(options.calibration, str | Path):
+        sources = options.sources.values()
+        if any(isinstance(source, str | Path) for source in sources):
             return load_tokenizer(name, trust)  # needed to read the text
     if not name:
         return None

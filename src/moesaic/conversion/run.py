@@ -336,6 +336,8 @@ def ffn_inputs(
         hold_out,
         stream.storage,
         stream.device,
+        layer,
+        stream.ids_NL.flatten(),
     )
 
 

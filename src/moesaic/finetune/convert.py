@@ -50,7 +50,8 @@ def convert(
     methods`), a file, or a Method; `settings` are its fields. `calibration` is a SOURCE
     (see `moesaic.calibration.text.read_documents`), a list of strings, a
     `datasets.Dataset`, or token ids: one row, from which `samples` windows of
-    `sequence_length` are drawn, or a matrix of windows. Without a `layout`, a share
+    `sequence_length` are drawn, or a matrix of windows; or several of these in a
+    mapping by name, which give as many windows each. Without a `layout`, a share
     `sparsity` of the FFN neurons (0.25 unless given) is skipped, by the layout of that
     `grain` (coarse, medium, fine) with the least held-out error of a few layers;
     `target_ratio` skips as many as keep perplexity within that ratio of dense. In a

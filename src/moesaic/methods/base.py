@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moesaic.errors import MoesaicError, unknown
-from moesaic.layout import Layout, layouts_for
+from moesaic.layout import GRAINS, Layout, layouts_for
 from moesaic.methods.contents import Description
 from moesaic.modeling import (
     BlockConfig,
@@ -74,7 +74,8 @@ class ModelShape:
 
     `layers` are those to convert. `path` leads from the base model to an FFN, with
     `{}` for the layer; `identities` to modules that a replacement makes superfluous,
-    `linears` to all linear layers. `config` is all that config.json says.
+    `linears` to all linear layers. `config` is all that config.json says. `domains`
+    is the number of calibration texts.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelShape:
     outer: OuterShape | None = None
     linears: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    domains: int = 1
 
     def linears_where(self, where: str) -> tuple[str, ...]:
         """All linear layers, or those of FFNs alone: `where` is one of LINEARS."""
@@ -135,7 +137,8 @@ class Method(ABC):
 
     `needs` names what it wants besides the calibration text's activations:
     "gradients" (the whole model on one device), "token ids" or "domains" (texts of
-    several kinds). `saves` is False for a reference, which no model can hold.
+    several kinds; `calibration.domain_N` says which a window comes from). `saves` is
+    False for a reference, which no model can hold.
     """
 
     description: ClassVar[Description]
@@ -472,6 +475,40 @@ class ModelMethod(Method):
             if isinstance(value, int)
         ]
         return ", ".join(parts) or "as it was"
+
+
+def neuron_layout(budget: Budget, neurons: int) -> Layout:
+    """The budget as so many of the neurons, whatever experts they stand in.
+
+    Raises MoesaicError for an unknown grain, and for a sparsity at which all neurons or
+    none would run.
+    """
+    if budget.grain not in GRAINS:
+        raise unknown("grain", budget.grain, GRAINS)
+    if budget.layout is not None:
+        active = budget.layout.sizes(neurons).active
+        return Layout(0, active, neurons)
+    sparsity = budget.skipped
+    if not 0 < sparsity < 1:
+        raise MoesaicError(
+            f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter"
+        )
+    active = round((1 - sparsity) * neurons)
+    if not 1 <= active < neurons:
+        raise MoesaicError(
+            f"sparsity {sparsity}: {active} of {neurons} neurons would run; at least 1 "
+            "has to, and at least 1 not"
+        )
+    return Layout(0, active, neurons)
+
+
+def refuse_mixture(method: Method, shape: ModelShape, why: str) -> None:
+    """Raises MoesaicError for a model that is a mixture already, and says why."""
+    if shape.outer is not None:
+        raise MoesaicError(
+            f"{shape.name} is a mixture of experts, and method {method.name!r} {why}; "
+            "take another method"
+        )
 
 
 def block_config(

@@ -19,8 +19,8 @@ from moesaic.calibration.statistics import StatisticsKind
 from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.contents import METHODS
 from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
-from moesaic.modeling import RouterConfig, new_router
-from moesaic.parts.carve import neuron_rows
+from moesaic.modeling import RouterConfig
+from moesaic.parts import representatives
 from moesaic.parts.clustering import balanced_kmeans
 from moesaic.parts.importance import activation_rate
 from moesaic.parts.partition import Partition
@@ -85,11 +85,4 @@ def copied_neurons(
     ffn = fit.ffn
     if normalise:
         ffn = ffn.with_unit_rows()
-    router: Any = new_router(fit.block, fit.sizes)
-    router.to(fit.device)
-    if router.gate_proj is not None:
-        router.gate_proj.to(fit.dtype)
-    router.up_proj.to(fit.dtype)
-    rows = neuron_rows(ffn, neurons_R)
-    router.load_state_dict(rows, strict=False)
-    return router
+    return representatives.copied_neurons(ffn, neurons_R, fit.block, fit.sizes)

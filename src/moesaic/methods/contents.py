@@ -29,6 +29,7 @@ class Description:
 
 _EVERYWHERE = "transformers, vLLM, llama.cpp"
 _OURS = "transformers and vLLM, with our architecture"
+_TRANSFORMERS = "transformers, with our architecture"
 
 METHODS = {
     row.name: row
@@ -115,6 +116,60 @@ METHODS = {
             "Qiu et al., Unlocking Emergent Modularity in Large Language Models, NAACL "
             "2024",
             "https://arxiv.org/abs/2310.10908",
+        ),
+        Description(
+            "moefication",
+            "moesaic.methods.moefication:MoEfication",
+            "Experts of neurons with like weights; a small network learns who is active.",
+            _OURS,
+            "Zhang et al., MoEfication: Transformer Feed-forward Layers are Mixtures of "
+            "Experts, Findings of ACL 2022",
+            "https://arxiv.org/abs/2110.01786",
+        ),
+        Description(
+            "g-moefication",
+            "moesaic.methods.g_moefication:GMoEfication",
+            "As moefication, but an expert that does not run puts out its mean.",
+            _OURS,
+            "Lee et al., Breaking ReLU Barrier: Generalized MoEfication for Dense "
+            "Pretrained Models, EMNLP 2024",
+            "https://aclanthology.org/2024.emnlp-main.563",
+        ),
+        Description(
+            "llama-moe",
+            "moesaic.methods.llama_moe:LlamaMoE",
+            "Random experts, outputs scaled up, and a gate that only training can teach.",
+            _OURS,
+            "Zhu et al., LLaMA-MoE: Building Mixture-of-Experts from LLaMA with "
+            "Continual Pre-training, EMNLP 2024",
+            "https://arxiv.org/abs/2406.16554",
+        ),
+        Description(
+            "llama-moe-v2",
+            "moesaic.methods.llama_moe_v2:LlamaMoEV2",
+            "Experts by gradients, one for each cluster of inputs, and one for all.",
+            _EVERYWHERE,
+            "Qu et al., LLaMA-MoE v2: Exploring Sparsity of LLaMA from Perspective of "
+            "Mixture-of-Experts with Post-Training, 2024",
+            "https://arxiv.org/abs/2411.15708",
+        ),
+        Description(
+            "moebert",
+            "moesaic.methods.moebert:MoEBERT",
+            "The most important neurons in every expert; a hash of the token chooses.",
+            _TRANSFORMERS,
+            "Zuo et al., MoEBERT: from BERT to Mixture-of-Experts via "
+            "Importance-Guided Adaptation, NAACL 2022",
+            "https://arxiv.org/abs/2204.07675",
+        ),
+        Description(
+            "read-me",
+            "moesaic.methods.read_me:ReadMe",
+            "An expert for each kind of text; one router, before the first layer.",
+            _TRANSFORMERS,
+            "Cai et al., Read-ME: Refactorizing LLMs as Router-Decoupled Mixture of "
+            "Experts with System Co-Design, NeurIPS 2024",
+            "https://arxiv.org/abs/2410.19123",
         ),
         Description(
             "sleb",

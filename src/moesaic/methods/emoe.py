@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.calibration.statistics import PLAIN, StatisticsKind
 from moesaic.families import DenseFFN
 from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.contents import METHODS
@@ -23,6 +24,11 @@ from moesaic.modeling import RouterConfig, new_router
 from moesaic.parts.clustering import rows_kmeans
 from moesaic.parts.importance import contribution
 from moesaic.parts.partition import Partition
+from moesaic.parts.representatives import (
+    ANALYTICAL,
+    ANALYTICAL_TOP_K,
+    analytical_router,
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,21 @@ class EMoE(ExpertMethod):
     shared_experts = 0
 
     kmeans_rounds: int = setting(20, "Rounds of balanced k-means, at most.", 1)
+    router: str = setting(
+        "average",
+        "What scores an expert: the mean of its keys, or one neuron as in cmoe.",
+        choices=("average", ANALYTICAL),
+    )
+
+    @property
+    def statistics_kind(self) -> StatisticsKind:  # type: ignore[override]
+        if self.router == ANALYTICAL:
+            return StatisticsKind(ANALYTICAL_TOP_K)
+        return PLAIN
 
     def router_config(self, ffn: FFNShape) -> RouterConfig:
+        if self.router == ANALYTICAL:
+            return RouterConfig("neuron-copies", "topk")
         return RouterConfig("linear", "topk")
 
     def partition(self, fit: LayerFit) -> Partition:
@@ -57,6 +76,14 @@ class EMoE(ExpertMethod):
 
     def make_router(self, fit: LayerFit) -> Any:
         """Scores an expert by the mean gate pre-activation of its neurons."""
+        if self.router == ANALYTICAL:
+            return analytical_router(
+                fit.statistics,
+                fit.partition.experts_RM,
+                fit.ffn,
+                fit.block,
+                fit.sizes,
+            )
         router: Any = new_router(fit.block, fit.sizes).to(fit.device)
         experts_RM = torch.from_numpy(fit.partition.experts_RM).to(fit.device)
         mean_RD = keys(fit.ffn)[experts_RM].mean(dim=1)

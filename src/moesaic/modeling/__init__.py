@@ -1,10 +1,10 @@
 """The converted model's architecture, registered with transformers' Auto classes (leaf).
 
 Table of contents: `moe_config` types of config.json; `projections`, `copies`,
-`routers`, `neuron_routers`, `experts` the parts; `replacement` what stands in for a
-module, `block` for an FFN, `neurons` for an FFN neuron by neuron, `hierarchy` for the
-experts of a mixture, `linears` for a linear layer; `modeling` the models that carry
-them.
+`routers`, `neuron_routers`, `token_ids`, `experts` the parts; `replacement` what stands in for a
+module, `block` and `mean_block` for an FFN, `neurons` for an FFN neuron by neuron,
+`hierarchy` for the experts of a mixture, `linears` for a linear layer; `modeling` the
+models that carry them.
 """
 
 from transformers import AutoConfig
@@ -14,6 +14,7 @@ from .copies_moesaic import GROUP, MoesaicCopy, packed, unpacked
 from .experts_moesaic import MoesaicExperts
 from .hierarchy_moesaic import MoesaicHierarchy
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
+from .mean_block_moesaic import MoesaicMeanBlock
 from .modeling_moesaic import (
     REPLACEMENTS,
     MoesaicConfig,
@@ -50,13 +51,18 @@ from .projections_moesaic import (
 )
 from .replacement_moesaic import MoesaicReplacement, View, as_they_are
 from .routers_moesaic import (
+    MoesaicEmbeddingRouter,
+    MoesaicHashRouter,
     MoesaicLinearRouter,
+    MoesaicMLPRouter,
     MoesaicNeuronCopyRouter,
     MoesaicQuadraticRouter,
     MoesaicRouter,
+    MoesaicUnitMLPRouter,
     choose_experts,
     new_router,
 )
+from .token_ids_moesaic import TokenIds, token_ids_of
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 
@@ -73,9 +79,13 @@ __all__ = [
     "MoesaicConfig",
     "MoesaicCopy",
     "MoesaicCopyRouter",
+    "MoesaicEmbeddingRouter",
     "MoesaicExperts",
+    "MoesaicHashRouter",
     "MoesaicHierarchy",
     "MoesaicLinearRouter",
+    "MoesaicMLPRouter",
+    "MoesaicMeanBlock",
     "MoesaicNeuronCopyRouter",
     "MoesaicNeuronRouter",
     "MoesaicNeurons",
@@ -87,9 +97,11 @@ __all__ = [
     "MoesaicSharedExpert",
     "MoesaicSketchRouter",
     "MoesaicThresholdedLinear",
+    "MoesaicUnitMLPRouter",
     "OuterConfig",
     "RouterConfig",
     "Sizes",
+    "TokenIds",
     "View",
     "as_they_are",
     "can_group",
@@ -105,5 +117,6 @@ __all__ = [
     "new_router",
     "packed",
     "padded",
+    "token_ids_of",
     "unpacked",
 ]

@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .block_moesaic import MoesaicBlock
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
+from .mean_block_moesaic import MoesaicMeanBlock
 from .moe_config_moesaic import MoEConfig
 from .neuron_routers_moesaic import NEURON_ROUTERS
 from .neurons_moesaic import MoesaicNeurons
@@ -29,6 +30,7 @@ from .routers_moesaic import MoesaicRouter
 
 REPLACEMENTS: dict[str, Any] = {
     "experts": MoesaicBlock,
+    "experts-with-means": MoesaicMeanBlock,
     "neurons": MoesaicNeurons,
 }
 _FLOAT32_NAMES = {
@@ -70,6 +72,8 @@ def install(
     moe = config.moesaic
     ffn_path = moe.path.format(layer)
     _put(base_model, ffn_path, module, config)
+    if isinstance(module, MoesaicReplacement):
+        module.follow(base_model)
     for path in moe.identities:
         identity_path = path.format(layer)
         _put(base_model, identity_path, nn.Identity(), config)

@@ -9,12 +9,22 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 FORMAT = 2
-ROUTER_KINDS = ("linear", "quadratic", "neuron-copies", "gates", "copies")
+ROUTER_KINDS = (
+    "linear",
+    "quadratic",
+    "neuron-copies",
+    "mlp",
+    "unit-mlp",
+    "hash",
+    "embedding",
+    "gates",
+    "copies",
+)
 NEURON_KINDS = ("gates", "copies")  # of routers that choose single neurons
 COPY_BITS = (2, 3, 4)
 EXACT_FROM = 2 / 3  # of a layer's neurons (docs/log.md, 2026-11-22)
 CHOOSERS = ("topk", "threshold")
-REPLACEMENT_KINDS = ("experts", "neurons")
+REPLACEMENT_KINDS = ("experts", "experts-with-means", "neurons")
 LINEAR_KINDS = ("thresholded",)
 CONVERT_AGAIN = (
     "was written by an older moesaic, in a form that this one does not read; convert "
@@ -82,12 +92,14 @@ class RouterConfig:
 
     `kind` is what the router computes: a matrix product with the input ("linear"), the
     same with products of C `directions` appended ("quadratic"), copies of one neuron
-    per expert ("neuron-copies"), the FFN's own gates and a stand-in for W_up of rank
-    `directions` ("gates"), or copies of W_gate and W_up in a few `bits` a weight
-    ("copies"); of the neurons that run, the share `exact` reads W_gate and W_up
-    themselves, and more where more than EXACT_FROM of all run. `chooser` is "topk" (the
-    K best) or "threshold" (all above it, at most `cap`). `absolute` ranks by the
-    absolute value of scores.
+    per expert ("neuron-copies"), two matrices with tanh between them ("mlp", or
+    "unit-mlp" on inputs of unit length), a hash of the token's id ("hash"), the FFN's
+    own gates and a stand-in for W_up of rank `directions` ("gates"), or copies of
+    W_gate and W_up in a few `bits` a weight ("copies"); of the neurons that run, the
+    share `exact` reads W_gate and W_up themselves, and more where more than EXACT_FROM
+    of all run. "embedding" is a matrix product with the token's embedding. `chooser` is
+    "topk" (the K best) or "threshold" (all above it, at most `cap`). `absolute` ranks
+    by the absolute value of scores.
     """
 
     kind: str
@@ -146,7 +158,8 @@ class RouterConfig:
 class BlockConfig:
     """What all replacements of a model have in common.
 
-    `replacement` names the class: "experts" or "neurons". `gated`, `bias` and
+    `replacement` names the class: "experts", "experts-with-means" (those that do not
+    run put out their mean) or "neurons". `gated`, `bias` and
     `activation` are the dense FFN's; `output_bias` says whether the replacement adds
     one (the FFN's, or a repair's intercept). Without `router` nothing is routed.
     """

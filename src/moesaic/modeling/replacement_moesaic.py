@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from .token_ids_moesaic import token_ids_of
+
 # Makes the gates that count (T, R) of a router, the selection values (T, R), which are
 # computed when asked for, and the gates as they are, 0 for experts that do not run.
 View = Callable[[Any, Callable[[], Tensor], Tensor], Tensor]
@@ -85,6 +87,20 @@ class MoesaicReplacement(nn.Module):
     def mask_pays(self) -> bool:
         """Whether training is faster with all experts computed, under a mask."""
         return False
+
+    def follow(self, base_model: nn.Module) -> None:
+        """Tells routers that choose by token ids whose ids those are."""
+        for router in self._by_token():
+            router.token_ids = token_ids_of(base_model)
+
+    def tell(self, ids_T: Tensor) -> None:
+        """The ids of the tokens of the next call, where no model runs as a whole."""
+        for router in self._by_token():
+            router.token_ids.current = ids_T
+
+    def _by_token(self) -> list[Any]:
+        routers = self.router_modules().values()
+        return [router for router in routers if hasattr(router, "token_ids")]
 
     def set_config(self, config: Any) -> None:
         """Takes the model's configuration, which names the experts' implementation."""

@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 
 from .moe_config_moesaic import BlockConfig, Sizes
 from .projections_moesaic import MoesaicPairProjection, MoesaicProjection
+from .token_ids_moesaic import TokenIds
 
 
 class MoesaicRouter(nn.Module):
@@ -254,10 +255,101 @@ class MoesaicNeuronCopyRouter(MoesaicRouter):
         return torch.where(trained, probability_TR, scores_TR)
 
 
+class MoesaicMLPRouter(MoesaicRouter):
+    """Scores by two matrices with tanh between them, the inner one R wide; no biases.
+
+    The gate of LLaMA-MoE (Zhu et al., EMNLP 2024).
+    """
+
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
+        super().__init__(block, sizes, outer)
+        hidden = block.hidden_size
+        routed = sizes.num_routed
+        self.hidden_proj = _projection(hidden, routed, False, True, outer)
+        self.score_proj = _projection(routed, routed, False, True, outer)
+
+    def features(self, x_TD: Tensor) -> Tensor:
+        """What the first matrix multiplies."""
+        return x_TD.float()
+
+    def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
+        features_TD = self.features(x_TD)
+        hidden_TR = _apply(self.hidden_proj, features_TD, expert_T)
+        return _apply(self.score_proj, hidden_TR.tanh(), expert_T)
+
+
+class MoesaicUnitMLPRouter(MoesaicMLPRouter):
+    """The same on inputs of unit length: MoEfication's (Zhang et al., 2022)."""
+
+    def features(self, x_TD: Tensor) -> Tensor:
+        return nn.functional.normalize(x_TD.float(), dim=-1)
+
+
+class MoesaicHashRouter(MoesaicRouter):
+    """One expert for each token of the vocabulary, by a hash; never looks at x.
+
+    (Roller et al., Hash Layers, 2021, which MoEBERT takes.) `salt` says which of many
+    hashes it is. Nothing is read to choose, and no bias moves it.
+    """
+
+    salt: Tensor
+    counts_loads = False  # a hash is not moved
+
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
+        super().__init__(block, sizes, outer)
+        self.token_ids = TokenIds()
+        no_salt = torch.zeros((), dtype=torch.int64)
+        self.register_buffer("salt", no_salt)
+
+    def experts_of(self, ids_T: Tensor) -> Tensor:
+        """The expert of every id (T,): the id, well mixed, as a share of 2^32."""
+        mixed_T = (ids_T.long() + self.salt) * 0x9E3779B1 & 0xFFFFFFFF
+        mixed_T = mixed_T ^ (mixed_T >> 15)
+        mixed_T = mixed_T * 0x85EBCA77 & 0xFFFFFFFF
+        mixed_T = mixed_T ^ (mixed_T >> 13)
+        return mixed_T * self.num_routed >> 32
+
+    def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
+        """1 for a token's own expert, 0 for the others."""
+        ids_T = self.token_ids.of(x_TD)
+        chosen_T = self.experts_of(ids_T)
+        return nn.functional.one_hot(chosen_T, self.num_routed).float()
+
+    def biased(
+        self, scores_TR: Tensor, expert_T: Tensor | None = None
+    ) -> Tensor:
+        return scores_TR
+
+
+class MoesaicEmbeddingRouter(MoesaicLinearRouter):
+    """Scores by a matrix product with the token's embedding, whatever the layer.
+
+    With one matrix for all layers a token runs the same experts everywhere, and they
+    are known before the first layer runs (Read-ME, Cai et al., NeurIPS 2024).
+    """
+
+    def __init__(
+        self, block: BlockConfig, sizes: Sizes, outer: int | None = None
+    ):
+        super().__init__(block, sizes, outer)
+        self.token_ids = TokenIds()
+
+    def features(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
+        return self.token_ids.embedded(x_TD).float()
+
+
 ROUTERS: dict[str, type[MoesaicRouter]] = {
     "linear": MoesaicLinearRouter,
     "quadratic": MoesaicQuadraticRouter,
     "neuron-copies": MoesaicNeuronCopyRouter,
+    "mlp": MoesaicMLPRouter,
+    "unit-mlp": MoesaicUnitMLPRouter,
+    "hash": MoesaicHashRouter,
+    "embedding": MoesaicEmbeddingRouter,
 }
 
 

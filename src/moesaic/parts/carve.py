@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.families import DenseFFN
-from moesaic.modeling import BlockConfig, MoesaicBlock, MoesaicNeurons, Sizes
+from moesaic.modeling import (
+    REPLACEMENTS,
+    BlockConfig,
+    MoesaicBlock,
+    MoesaicNeurons,
+    Sizes,
+)
 from moesaic.parts.partition import Partition
 
 State = dict[str, Tensor]
@@ -40,16 +46,18 @@ def carve(
     router: Any,
     block: BlockConfig,
     sizes: Sizes,
+    more: State | None = None,
 ) -> MoesaicBlock:
     """A block of rows of `gate` and `up` and columns of `down`, copied.
 
-    `router` stands in it as it is; None without routed experts. Costs one copy of the
-    FFN's weights.
+    `router` stands in it as it is; None without routed experts. `more` are the weights
+    that a block of another kind has besides. Costs one copy of the FFN's weights.
     """
+    kind = REPLACEMENTS[block.replacement]
     with torch.device("meta"):
-        carved = MoesaicBlock(block, sizes, router)
+        carved: MoesaicBlock = kind(block, sizes, router)
 
-    state: State = {}
+    state = dict(more or {})
     if len(partition.shared_S):
         state |= _shared_state(ffn, partition.shared_S)
     if len(partition.experts_RM):

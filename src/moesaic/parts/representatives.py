@@ -5,10 +5,19 @@ Shape suffixes: T tokens, F neurons, R routed experts, M neurons of an expert.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.calibration.statistics import Statistics
+from moesaic.families import DenseFFN
+from moesaic.modeling import BlockConfig, Sizes, new_router
+from moesaic.parts.carve import neuron_rows
+
+# The paper's analytical router, for the experts of any method: `router=analytical`.
+ANALYTICAL = "analytical"
+ANALYTICAL_TOP_K = 10  # K_a of the paper
 
 
 def representative(
@@ -41,3 +50,33 @@ def random_members(
     """One member (R,) of each expert, drawn at random: the reference."""
     drawn = [generator.choice(members_M) for members_M in experts_RM]
     return np.array(drawn)
+
+
+def copied_neurons(
+    ffn: DenseFFN,
+    neurons_R: NDArray[np.int64],
+    block: BlockConfig,
+    sizes: Sizes,
+) -> Any:
+    """A router that scores an expert by the hidden activation of one neuron (eq. 8)."""
+    router: Any = new_router(block, sizes)
+    router.to(ffn.up_FD.device)
+    dtype = ffn.up_FD.dtype
+    if router.gate_proj is not None:
+        router.gate_proj.to(dtype)
+    router.up_proj.to(dtype)
+    rows = neuron_rows(ffn, neurons_R)
+    router.load_state_dict(rows, strict=False)
+    return router
+
+
+def analytical_router(
+    statistics: Statistics,
+    experts_RM: NDArray[np.int64],
+    ffn: DenseFFN,
+    block: BlockConfig,
+    sizes: Sizes,
+) -> Any:
+    """The paper's router of any experts: each one's representative scores it."""
+    neurons_R = representative(statistics, experts_RM)
+    return copied_neurons(ffn, neurons_R, block, sizes)

@@ -1,0 +1,61 @@
+"""The ids of the tokens that a model runs on, for routers that choose by them.
+
+Leaf: this file is copied beside the weights, so it imports torch and transformers only.
+
+Shape suffixes: T tokens, D hidden_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+
+class TokenIds:
+    """`current` are the ids (T,) of the tokens in hand; None where none are known.
+
+    A forward pre-hook of the base model: whatever the model is called with is in hand
+    until it is called again. Calibration, which runs layers one by one, sets them.
+    """
+
+    def __init__(self, table: nn.Module | None = None):
+        self.current: Tensor | None = None
+        self.table = table
+
+    def __call__(self, model: Any, args: Any, kwargs: Any) -> None:
+        ids = args[0] if args else kwargs.get("input_ids")
+        self.current = None if ids is None else ids.reshape(-1)
+
+    def __deepcopy__(self, memo: Any) -> TokenIds:
+        # A router's trained copy reads what the model writes.
+        return self
+
+    def of(self, x_TD: Tensor) -> Tensor:
+        """The ids of these tokens (T,).
+
+        Raises ValueError where the model was called without ids.
+        """
+        if self.current is None or len(self.current) != len(x_TD):
+            raise ValueError(
+                "this model routes by token ids; call it with input_ids, and not with "
+                "inputs_embeds"
+            )
+        return self.current.to(x_TD.device)
+
+    def embedded(self, x_TD: Tensor) -> Tensor:
+        """Rows of the model's embedding for these tokens (T, D)."""
+        ids_T = self.of(x_TD)
+        assert self.table is not None
+        return embedding(ids_T, self.table.weight)
+
+
+def token_ids_of(base_model: nn.Module) -> TokenIds:
+    """The ids that a model was last called with; hooks in once."""
+    for hook in base_model._forward_pre_hooks.values():
+        if isinstance(hook, TokenIds):
+            return hook
+    ids = TokenIds(base_model.get_input_embeddings())
+    base_model.register_forward_pre_hook(ids, with_kwargs=True)
+    return ids
