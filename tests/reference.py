@@ -583,3 +583,26 @@ class Losses:
         for handle in handles:
             handle.remove()
         return losses
+
+
+# --- Methods of others -------------------------------------------------------------------------
+
+
+def global_widths(scores: Sequence[Sequence[float]], total: int) -> list[int]:
+    """Neurons picked one by one, the one of highest standardised score first."""
+    standard: dict[tuple[int, int], float] = {}
+    for layer, row in enumerate(scores):
+        mean = sum(row) / len(row)
+        spread = math.sqrt(sum((value - mean) ** 2 for value in row) / len(row))
+        for neuron, value in enumerate(row):
+            standard[layer, neuron] = (value - mean) / spread
+    kept = [0] * len(scores)
+    for layer in range(len(scores)):  # a layer's best stays in any case
+        best = max((key for key in standard if key[0] == layer), key=lambda key: standard[key])
+        del standard[best]
+        kept[layer] += 1
+    while sum(kept) < total:
+        best = max(standard, key=lambda key: standard[key])
+        del standard[best]
+        kept[best[0]] += 1
+    return kept

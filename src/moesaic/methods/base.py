@@ -26,6 +26,8 @@ from moesaic.modeling import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from torch import nn
 
@@ -255,6 +257,7 @@ class FFNMethod(Method):
     searches_layouts: ClassVar[bool] = False
     # Whether layers can run different numbers of experts.
     can_share_budgets: ClassVar[bool] = False
+    # "own": as `sizes_of_layers` says.
     layer_budgets: ClassVar[str] = "uniform"
 
     @abstractmethod
@@ -281,6 +284,16 @@ class FFNMethod(Method):
     def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
         """Neurons of one FFN's parts under a layout."""
         return layout.sizes(intermediate_size)
+
+    def sizes_of_layers(
+        self, layers: Iterable[tuple[DenseFFN, FFNInputs]], sizes: Sizes
+    ) -> list[Sizes]:
+        """Sizes of each layer, where all have to be seen first.
+
+        `layers` gives every FFN with its inputs in the dense model, one at a time;
+        `sizes` are those of equal budgets. Asked for where `layer_budgets` is "own".
+        """
+        return [sizes for _ in layers]
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
         """The layouts that serve a budget, the usual one first."""
@@ -344,8 +357,17 @@ class FFNMethod(Method):
         )
 
     def words(self, moe: MoEConfig) -> str:
-        sizes = moe.first_sizes
-        return f"the best {sizes.active} of {sizes.total} neurons, no routing"
+        total = moe.first_sizes.total
+        widths = [sizes.active for sizes in moe.sizes]
+        least = min(widths)
+        most = max(widths)
+        if least == most:
+            return f"the best {least} of {total} neurons, no routing"
+        mean = round(sum(widths) / len(widths))
+        return (
+            f"on average the best {mean} of {total} neurons ({least} to {most} in a "
+            "layer), no routing"
+        )
 
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
         """Replaces every FFN in turn, on inputs that passed the layers before it."""

@@ -337,6 +337,10 @@ class MoEConfig:
             all_sizes.append(budgeted)
         return replace(self, sizes=tuple(all_sizes))
 
+    def with_sizes(self, sizes: tuple[Sizes, ...]) -> MoEConfig:
+        """The same with these sizes of the converted layers."""
+        return replace(self, sizes=sizes)
+
     def with_whole(self, layer: int, experts: list[int]) -> MoEConfig:
         """The same where these experts of a layer stay as they were."""
         if self.outer is None:
