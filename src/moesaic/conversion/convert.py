@@ -263,13 +263,10 @@ class _Conversion:
         self.plan = self.plan.with_moe(moe)
 
     def _settle(self) -> None:
-        """What is known in the end only: budgets, and experts that stay whole."""
-        moe = self.plan.moe
-        for layer in self.report.layers:
-            moe = moe.with_whole(layer.layer, layer.whole_experts)
-        self.plan = self.plan.with_moe(moe)
+        """What is known in the end only."""
+        self.plan = self.plan.settled(self.report.layers)
         self.report.shape = self.plan.words
-        self.report.budgets = moe.budgets
+        self.report.budgets = self.plan.moe.budgets
         self.report.macs = self.plan.macs.total
         self.report.bytes = self.plan.bytes.total
         self.report.active_ffn_fraction = active_ffn_fraction(self.plan.config)

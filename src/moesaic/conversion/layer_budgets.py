@@ -74,9 +74,9 @@ def share_budgets(
     """The plan with the budgets of layers that its method's strategy gives.
 
     Unchanged where the strategy is uniform. The method's own: see `own_sizes`. By
-    curves: see `budget_curves`. By gradient: equal budgets are the first of 1 + ROUNDS that are tried, and those of
-    the least KL divergence are taken. Costs at most so many conversions on
-    TRIAL_TOKENS (twice the active neurons, if that is more; 8 windows at least) and
+    curves: see `budget_curves`. By gradient: equal budgets are the first of 1 + ROUNDS
+    that are tried, and those of the least KL divergence are taken. Costs at most so
+    many conversions on TRIAL_TOKENS (twice the active neurons, if that is more; 8 windows at least) and
     forward and backward passes on PROBE_TOKENS, whose dense logits it holds. The
     layers of a mixture keep equal budgets. Raises MoesaicError for a model that is not
     in whole on `device`, under inference mode, and where equal budgets diverge.

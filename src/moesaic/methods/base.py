@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from moesaic.calibration.ffn_inputs import FFNInputs
+    from moesaic.calibration.linear_trial import LinearTrial
     from moesaic.calibration.statistics import StatisticsKind
     from moesaic.families import DenseFFN
 
@@ -398,6 +399,13 @@ class LinearMethod(Method):
         weights may be used for a token, on average.
         """
 
+    def shares_of_layer(self, trial: LinearTrial, share: float) -> list[float]:
+        """The share of each linear layer of a decoder layer; none where all are equal.
+
+        Weighted by their sizes the mean is `share`.
+        """
+        return []
+
     def chosen_paths(self, shape: ModelShape) -> tuple[str, ...]:
         """The linear layers to replace."""
         return shape.linears
@@ -439,7 +447,10 @@ class LinearMethod(Method):
         linears = moe.linears
         assert linears is not None
         count = len(linears.paths)
-        return f"{linears.share:.0%} of the inputs of {count} linear layers a layer"
+        words = f"{linears.share:.0%} of the inputs of {count} linear layers a layer"
+        if linears.shares:
+            words += ", not all alike"
+        return words
 
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
         """Replaces every linear layer, one decoder layer after the other."""

@@ -56,11 +56,16 @@ def new_outer_shared(moe: MoEConfig) -> MoesaicReplacement | None:
     return kind(moe.block, moe.outer.shared_sizes)
 
 
-def new_linear(moe: MoEConfig, dense: nn.Module) -> MoesaicReplacement:
-    """What stands in for a linear layer, without weights."""
+def new_linear(
+    moe: MoEConfig, dense: nn.Module, layer: int, path: str
+) -> MoesaicReplacement:
+    """What stands in for a linear layer, without weights.
+
+    `path` is the one that the configuration has, with `{}` for the decoder layer.
+    """
     assert moe.linears is not None
     kind = LINEAR_REPLACEMENTS[moe.linears.replacement]
-    return kind.like(dense, moe.linears.share)
+    return kind.like(dense, moe.linears.share_of(layer, path))
 
 
 def install(
@@ -202,7 +207,7 @@ class _FamilyModel:
             for pattern in moe.linears.paths:
                 path = pattern.format(layer)
                 dense = base_model.get_submodule(path)
-                replacement = new_linear(moe, dense)
+                replacement = new_linear(moe, dense, layer, pattern)
                 install_linear(base_model, config, path, replacement)
 
     def _check_and_adjust_experts_implementation(

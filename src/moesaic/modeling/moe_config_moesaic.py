@@ -183,12 +183,21 @@ class LinearConfig:
 
     `replacement` names the class: "thresholded". `paths` lead from the base model to
     the layers, with `{}` for the decoder layer. `share` of the weights is used for a
-    token, on average.
+    token, on average; `shares` holds, by decoder layer, those of each path where they
+    differ.
     """
 
     replacement: str
     paths: tuple[str, ...]
     share: float
+    shares: dict[str, list[float]] = field(default_factory=dict)
+
+    def share_of(self, layer: int, path: str) -> float:
+        """The share of one linear layer's weights."""
+        shares = self.shares.get(str(layer))
+        if shares is None:
+            return self.share
+        return shares[self.paths.index(path)]
 
     def wrong(self) -> str | None:
         """The first field whose value makes no sense."""
@@ -200,6 +209,11 @@ class LinearConfig:
             return "linears paths"
         if not 0 < self.share <= 1:
             return "linears share"
+        for shares in self.shares.values():
+            if len(shares) != len(self.paths):
+                return "linears shares"
+            if not all(0 < share <= 1 for share in shares):
+                return "linears shares"
         return None
 
 
@@ -340,6 +354,14 @@ class MoEConfig:
     def with_sizes(self, sizes: tuple[Sizes, ...]) -> MoEConfig:
         """The same with these sizes of the converted layers."""
         return replace(self, sizes=sizes)
+
+    def with_shares(self, layer: int, shares: list[float]) -> MoEConfig:
+        """The same with these shares of a decoder layer's linear layers; none: equal."""
+        if self.linears is None or not shares:
+            return self
+        all_shares = self.linears.shares | {str(layer): list(shares)}
+        linears = replace(self.linears, shares=all_shares)
+        return replace(self, linears=linears)
 
     def with_whole(self, layer: int, experts: list[int]) -> MoEConfig:
         """The same where these experts of a layer stay as they were."""
