@@ -76,10 +76,11 @@ def share_budgets(
     Unchanged where the strategy is uniform. The method's own: see `own_sizes`. By
     curves: see `budget_curves`. By gradient: equal budgets are the first of 1 + ROUNDS
     that are tried, and those of the least KL divergence are taken. Costs at most so
-    many conversions on TRIAL_TOKENS (twice the active neurons, if that is more; 8 windows at least) and
-    forward and backward passes on PROBE_TOKENS, whose dense logits it holds. The
-    layers of a mixture keep equal budgets. Raises MoesaicError for a model that is not
-    in whole on `device`, under inference mode, and where equal budgets diverge.
+    many conversions on TRIAL_TOKENS (twice the active neurons, if that is more; 8
+    windows at least) and forward and backward passes on PROBE_TOKENS, whose dense
+    logits it holds. The layers of a mixture keep equal budgets. Raises MoesaicError for
+    a model that is not in whole on `device`, under inference mode, and where equal
+    budgets diverge.
     """
     method = plan.method
     if not isinstance(method, FFNMethod) or method.layer_budgets == "uniform":
