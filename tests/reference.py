@@ -606,3 +606,15 @@ def global_widths(scores: Sequence[Sequence[float]], total: int) -> list[int]:
         del standard[best]
         kept[best[0]] += 1
     return kept
+
+
+def cats(x_TD: torch.Tensor, ffn: Any, threshold: float, act: Activation = silu) -> torch.Tensor:
+    """Neuron by neuron: nothing of W_up and W_down is touched where a gate is small."""
+    y_TD = torch.zeros(len(x_TD), len(ffn.down_DF), dtype=torch.float64)
+    for token, x_D in enumerate(x_TD.double()):
+        for neuron in range(len(ffn.up_FD)):
+            gate = act(ffn.gate_FD[neuron].double() @ x_D)
+            if abs(gate) > threshold:
+                h = gate * (ffn.up_FD[neuron].double() @ x_D)
+                y_TD[token] += h * ffn.down_DF[:, neuron].double()
+    return y_TD

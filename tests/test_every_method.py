@@ -37,7 +37,7 @@ SAVED = [name for name, row in moesaic.METHODS.items() if row.runs is not None]
 BLOCKS = str(ROOT / "tests/method_files/last_blocks.py")
 METHODS = [*SAVED, SHOWN, LINEAR, BLOCKS]
 WINDOWS = tokens(16, CONTEXT, seed=1)
-QUICK = {"layer_budgets": "uniform"}  # where a method has it
+QUICK = {"layer_budgets": "uniform", "prompt": 16}  # where a method has it
 
 
 @pytest.fixture(scope="session")

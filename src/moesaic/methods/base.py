@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moesaic.errors import MoesaicError, unknown
-from moesaic.layout import Layout, layouts_for
+from moesaic.layout import GRAINS, Layout, layouts_for
 from moesaic.methods.contents import Description
 from moesaic.modeling import (
     BlockConfig,
@@ -505,6 +505,31 @@ class ModelMethod(Method):
             if isinstance(value, int)
         ]
         return ", ".join(parts) or "as it was"
+
+
+def single_neurons(total: int, budget: Budget) -> Layout:
+    """One neuron per expert: as many run as under a budget's layout or sparsity.
+
+    Any known grain is the same: there is none finer. Raises MoesaicError for a budget
+    of no neurons, or of all without a layout.
+    """
+    if budget.grain not in GRAINS:
+        raise unknown("grain", budget.grain, GRAINS)
+    if budget.layout is not None:
+        active = budget.layout.sizes(total).active
+        return Layout(0, active, total)
+    sparsity = budget.skipped
+    if not 0 < sparsity < 1:
+        raise MoesaicError(
+            f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter"
+        )
+    active = round((1 - sparsity) * total)
+    if not 1 <= active < total:
+        raise MoesaicError(
+            f"sparsity {sparsity}: {active} of {total} neurons would run; at least "
+            "1 has to, and at least 1 not"
+        )
+    return Layout(0, active, total)
 
 
 def block_config(

@@ -108,6 +108,24 @@ METHODS = {
             "https://arxiv.org/abs/2505.19427",
         ),
         Description(
+            "cats",
+            "moesaic.methods.cats:CATS",
+            "All gates are computed; neurons whose gates are small are skipped.",
+            _OURS,
+            "Lee et al., CATS: Contextually-Aware Thresholding for Sparsity in Large "
+            "Language Models, COLM 2024",
+            "https://arxiv.org/abs/2404.08763",
+        ),
+        Description(
+            "griffin",
+            "moesaic.methods.griffin:Griffin",
+            "A prompt runs all neurons and chooses those that the answer runs.",
+            _OURS,
+            "Dong et al., Prompt-prompted Adaptive Structured Pruning for Efficient LLM "
+            "Generation, 2024",
+            "https://arxiv.org/abs/2404.01365",
+        ),
+        Description(
             "emoe",
             "moesaic.methods.emoe:EMoE",
             "Experts of neurons with like gates, scored by their mean; no fitting.",

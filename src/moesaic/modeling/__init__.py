@@ -2,7 +2,8 @@
 
 Table of contents: `moe_config` types of config.json; `projections`, `copies`,
 `routers`, `neuron_routers`, `experts` the parts; `replacement` what stands in for a
-module, `block` for an FFN, `neurons` for an FFN neuron by neuron, `hierarchy` for the
+module, `block` for an FFN, `neurons` for an FFN neuron by neuron, `prompt_neurons` for
+an FFN whose neurons a prompt chooses, `hierarchy` for the
 experts of a mixture, `linears` for a linear layer; `modeling` the models that carry
 them.
 """
@@ -38,6 +39,7 @@ from .moe_config_moesaic import (
 )
 from .neuron_routers_moesaic import (
     MoesaicCopyRouter,
+    MoesaicGateRouter,
     MoesaicNeuronRouter,
     MoesaicSketchRouter,
     new_neuron_router,
@@ -48,6 +50,7 @@ from .projections_moesaic import (
     MoesaicProjection,
     can_group,
 )
+from .prompt_neurons_moesaic import MoesaicPromptNeurons
 from .replacement_moesaic import MoesaicReplacement, View, as_they_are
 from .routers_moesaic import (
     MoesaicLinearRouter,
@@ -74,6 +77,7 @@ __all__ = [
     "MoesaicCopy",
     "MoesaicCopyRouter",
     "MoesaicExperts",
+    "MoesaicGateRouter",
     "MoesaicHierarchy",
     "MoesaicLinearRouter",
     "MoesaicNeuronCopyRouter",
@@ -81,6 +85,7 @@ __all__ = [
     "MoesaicNeurons",
     "MoesaicPairProjection",
     "MoesaicProjection",
+    "MoesaicPromptNeurons",
     "MoesaicQuadraticRouter",
     "MoesaicReplacement",
     "MoesaicRouter",

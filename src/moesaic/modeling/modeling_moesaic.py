@@ -24,12 +24,14 @@ from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
 from .moe_config_moesaic import MoEConfig
 from .neuron_routers_moesaic import NEURON_ROUTERS
 from .neurons_moesaic import MoesaicNeurons
+from .prompt_neurons_moesaic import MoesaicPromptNeurons
 from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import MoesaicRouter
 
 REPLACEMENTS: dict[str, Any] = {
     "experts": MoesaicBlock,
     "neurons": MoesaicNeurons,
+    "prompt-neurons": MoesaicPromptNeurons,
 }
 _FLOAT32_NAMES = {
     *MoesaicRouter.float32_names,

@@ -9,11 +9,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 FORMAT = 2
-ROUTER_KINDS = ("linear", "quadratic", "neuron-copies", "gates", "copies")
-NEURON_KINDS = ("gates", "copies")  # of routers that choose single neurons
+# Of routers that choose single neurons.
+NEURON_KINDS = ("gates", "gates-alone", "copies")
+ROUTER_KINDS = (
+    "linear",
+    "quadratic",
+    "neuron-copies",
+    "prompt",
+    *NEURON_KINDS,
+)
+# The routers that go with a replacement; "experts" has all the others.
+ROUTERS_OF = {"neurons": NEURON_KINDS, "prompt-neurons": ("prompt",)}
 COPY_BITS = (2, 3, 4)
 CHOOSERS = ("topk", "threshold")
-REPLACEMENT_KINDS = ("experts", "neurons")
+REPLACEMENT_KINDS = ("experts", "neurons", "prompt-neurons")
 LINEAR_KINDS = ("thresholded",)
 CONVERT_AGAIN = (
     "was written by an older moesaic, in a form that this one does not read; convert "
@@ -82,10 +91,12 @@ class RouterConfig:
     `kind` is what the router computes: a matrix product with the input ("linear"), the
     same with products of C `directions` appended ("quadratic"), copies of one neuron
     per expert ("neuron-copies"), the FFN's own gates and a stand-in for W_up of rank
-    `directions` ("gates"), or copies of W_gate and W_up in a few `bits` a weight
-    ("copies"); of the neurons that run, the share `exact` reads W_gate and W_up
-    themselves. `chooser` is "topk" (the K best) or "threshold" (all above it, at most
-    `cap`). `absolute` ranks by the absolute value of scores.
+    `directions` ("gates"), those gates without one ("gates-alone"), or copies of W_gate
+    and W_up in a few `bits` a weight ("copies"); of the neurons that run, the share
+    `exact` reads W_gate and W_up themselves. With "prompt" the first `prompt` tokens of
+    a sequence choose (0: all that are given at once). `chooser` is "topk" (the K best)
+    or "threshold" (all above it, at most `cap`). `absolute` ranks by the absolute value
+    of scores.
     """
 
     kind: str
@@ -95,6 +106,7 @@ class RouterConfig:
     cap: int | None = None
     bits: int | None = None
     exact: float | None = None
+    prompt: int | None = None
 
     def num_exact(self, sizes: Sizes) -> int:
         """Neurons that read their exact rows; all of them where none is skipped."""
@@ -124,6 +136,10 @@ class RouterConfig:
             return "absolute"
         if self.cap is not None and not (is_count(self.cap) and self.cap):
             return "cap"
+        if (self.prompt is not None) != (self.kind == "prompt"):
+            return "prompt"
+        if self.prompt is not None and not is_count(self.prompt):
+            return "prompt"
         if self.kind != "copies":
             unused = (self.bits, self.exact) == (None, None)
             return None if unused else "bits"
@@ -137,7 +153,7 @@ class RouterConfig:
 class BlockConfig:
     """What all replacements of a model have in common.
 
-    `replacement` names the class: "experts" or "neurons". `gated`, `bias` and
+    `replacement` names the class, of REPLACEMENT_KINDS. `gated`, `bias` and
     `activation` are the dense FFN's; `output_bias` says whether the replacement adds
     one (the FFN's, or a repair's intercept). Without `router` nothing is routed.
     """
@@ -168,11 +184,15 @@ class BlockConfig:
         wrong = self.router.wrong(self.hidden_size)
         if wrong is not None:
             return f"router {wrong}"
-        by_neuron = self.replacement == "neurons"
-        for_neurons = self.router.kind in NEURON_KINDS
-        if by_neuron != for_neurons:
+        own = ROUTERS_OF.get(self.replacement)
+        if own is None:
+            of_others = [
+                kind for kinds in ROUTERS_OF.values() for kind in kinds
+            ]
+            return "router kind" if self.router.kind in of_others else None
+        if self.router.kind not in own:
             return "router kind"
-        if by_neuron and not self.gated:
+        if self.replacement == "neurons" and not self.gated:
             return "router kind"
         return None
 
@@ -474,7 +494,7 @@ class MoEConfig:
             return "num_routed"
         if sizes.total != self.first_sizes.total:
             return "intermediate"
-        if self.block.replacement == "neurons":
+        if self.block.replacement in ROUTERS_OF:
             single_neurons = sizes.expert == 1
             if not single_neurons or sizes.shared != 0:
                 return "expert"
