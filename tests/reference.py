@@ -618,3 +618,14 @@ def cats(x_TD: torch.Tensor, ffn: Any, threshold: float, act: Activation = silu)
                 h = gate * (ffn.up_FD[neuron].double() @ x_D)
                 y_TD[token] += h * ffn.down_DF[:, neuron].double()
     return y_TD
+
+
+def flocking(h_TF: torch.Tensor) -> list[float]:
+    """GRIFFIN's statistic of each neuron over the tokens of one prompt."""
+    tokens, neurons = h_TF.shape
+    squares = [0.0] * neurons
+    for token in range(tokens):
+        length = math.sqrt(sum(float(value) ** 2 for value in h_TF[token]))
+        for neuron in range(neurons):
+            squares[neuron] += (float(h_TF[token, neuron]) / length) ** 2
+    return [math.sqrt(square) for square in squares]
