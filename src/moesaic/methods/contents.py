@@ -144,6 +144,15 @@ METHODS = {
             "https://arxiv.org/abs/2402.09025",
         ),
         Description(
+            "slicegpt",
+            "moesaic.methods.slicegpt:SliceGPT",
+            "Rotates the residual stream to its main axes and cuts the others off.",
+            _EVERYWHERE,
+            "Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows "
+            "and Columns, ICLR 2024",
+            "https://arxiv.org/abs/2401.15024",
+        ),
+        Description(
             "random",
             "moesaic.methods.references:Random",
             "Random experts and a useless router: what every method has to beat.",
