@@ -31,6 +31,7 @@ from moesaic.methods.base import (
     single_neurons,
 )
 from moesaic.methods.contents import METHODS
+from moesaic.methods.expert_method import Made
 from moesaic.modeling import (
     BlockConfig,
     MoEConfig,
@@ -40,6 +41,7 @@ from moesaic.modeling import (
     new_neuron_router,
 )
 from moesaic.parts.carve import carve_neurons
+from moesaic.parts.partition import Partition
 from moesaic.parts.thresholds import set_neuron_thresholds
 
 
@@ -83,7 +85,11 @@ class CATS(FFNMethod):
             score_TF = router(x_TD, weights.gates(x_TD))
             scores.append(score_TF)
         set_neuron_thresholds(router, torch.cat(scores))
-        return carve_neurons(weights, router, block, sizes)
+        replacement = carve_neurons(weights, router, block, sizes)
+        neurons_F = np.arange(weights.intermediate_size)
+        alone = Partition(neurons_F[:0], neurons_F[:, None])
+        replacement.made = Made(partition=alone)
+        return replacement
 
     def words(self, moe: MoEConfig) -> str:
         sizes = moe.first_sizes

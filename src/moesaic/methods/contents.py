@@ -120,7 +120,7 @@ METHODS = {
             "griffin",
             "moesaic.methods.griffin:Griffin",
             "A prompt runs all neurons and chooses those that the answer runs.",
-            _OURS,
+            "transformers, with our architecture",
             "Dong et al., Prompt-prompted Adaptive Structured Pruning for Efficient LLM "
             "Generation, 2024",
             "https://arxiv.org/abs/2404.01365",
@@ -147,7 +147,7 @@ METHODS = {
             "slicegpt",
             "moesaic.methods.slicegpt:SliceGPT",
             "Rotates the residual stream to its main axes and cuts the others off.",
-            _EVERYWHERE,
+            "transformers",
             "Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows "
             "and Columns, ICLR 2024",
             "https://arxiv.org/abs/2401.15024",
