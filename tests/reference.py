@@ -639,3 +639,49 @@ def overlap_targets(h_TF: torch.Tensor, experts: Sequence[Sequence[int]]) -> tor
         rows.append([len(largest & set(members)) / size for members in experts])
     share_TR = torch.tensor(rows)
     return (10 * (share_TR - share_TR.mean())).softmax(-1)
+
+
+# --- Methods of others -------------------------------------------------------------------------
+
+
+def global_widths(scores: Sequence[Sequence[float]], total: int) -> list[int]:
+    """Neurons picked one by one, the one of highest standardised score first."""
+    standard: dict[tuple[int, int], float] = {}
+    for layer, row in enumerate(scores):
+        mean = sum(row) / len(row)
+        spread = math.sqrt(sum((value - mean) ** 2 for value in row) / len(row))
+        for neuron, value in enumerate(row):
+            standard[layer, neuron] = (value - mean) / spread
+    kept = [0] * len(scores)
+    for layer in range(len(scores)):  # a layer's best stays in any case
+        best = max((key for key in standard if key[0] == layer), key=lambda key: standard[key])
+        del standard[best]
+        kept[layer] += 1
+    while sum(kept) < total:
+        best = max(standard, key=lambda key: standard[key])
+        del standard[best]
+        kept[best[0]] += 1
+    return kept
+
+
+def cats(x_TD: torch.Tensor, ffn: Any, threshold: float, act: Activation = silu) -> torch.Tensor:
+    """Neuron by neuron: nothing of W_up and W_down is touched where a gate is small."""
+    y_TD = torch.zeros(len(x_TD), len(ffn.down_DF), dtype=torch.float64)
+    for token, x_D in enumerate(x_TD.double()):
+        for neuron in range(len(ffn.up_FD)):
+            gate = act(ffn.gate_FD[neuron].double() @ x_D)
+            if abs(gate) > threshold:
+                h = gate * (ffn.up_FD[neuron].double() @ x_D)
+                y_TD[token] += h * ffn.down_DF[:, neuron].double()
+    return y_TD
+
+
+def flocking(h_TF: torch.Tensor) -> list[float]:
+    """GRIFFIN's statistic of each neuron over the tokens of one prompt."""
+    tokens, neurons = h_TF.shape
+    squares = [0.0] * neurons
+    for token in range(tokens):
+        length = math.sqrt(sum(float(value) ** 2 for value in h_TF[token]))
+        for neuron in range(neurons):
+            squares[neuron] += (float(h_TF[token, neuron]) / length) ** 2
+    return [math.sqrt(square) for square in squares]

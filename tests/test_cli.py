@@ -122,6 +122,20 @@ def test_convert_eval_and_reload(run: Run, model: Path, text: Path, tmp_path: Pa
     assert "converted already" in error
 
 
+@pytest.mark.parametrize("method", ["sleb", "slicegpt"])
+def test_a_model_of_the_same_family_is_reported_too(
+    run: Run, model: Path, text: Path, tmp_path: Path, method: str
+) -> None:
+    """Its configuration has no part of ours."""
+    output = tmp_path / "out"
+    code, printed, _ = run(
+        "convert", model, "--output", output, "--method", method, "--sparsity", "0.25",
+        "--calibration", text, "--samples", "2", "--sequence-length", "128",
+    )  # fmt: skip
+    assert code == 0
+    assert "written to" in printed
+
+
 def test_dry_run_says_what_it_would_do_and_writes_nothing(
     run: Run, model: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from moesaic.evaluate.work import count_macs
 from moesaic.families.load import dense_of, load_config
 from moesaic.methods.base import FFNMethod, ModelMethod
 from moesaic.methods.load import load_method
-from moesaic.modeling import MoesaicReplacement
+from moesaic.modeling import MoesaicReplacement, MoesaicThresholdedLinear
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.mixtures import tiny_mixture
 from tests.stock_models import tokenizer
@@ -37,7 +38,7 @@ BLOCKS = str(ROOT / "tests/method_files/last_blocks.py")
 METHODS = [*SAVED, SHOWN, LINEAR, BLOCKS]
 WINDOWS = tokens(16, CONTEXT, seed=1)
 DOMAINS = {"even": WINDOWS[::2], "odd": WINDOWS[1::2]}  # for methods that want several texts
-QUICK = {"layer_budgets": "uniform"}  # where a method has it
+QUICK = {"layer_budgets": "uniform", "prompt": 16}  # where a method has it
 
 
 @pytest.fixture(scope="session")
@@ -118,12 +119,18 @@ def test_the_budget_is_kept(method: str) -> None:
     moe = model.config.moesaic
     shares = shares_that_run(model)
     if moe.linears is not None:
-        assert sum(shares) / len(shares) == pytest.approx(moe.linears.share, abs=0.05)
+        mean = sum(map(mul, shares, sizes_of(model))) / sum(sizes_of(model))
+        assert mean == pytest.approx(moe.linears.share, abs=0.05)
         return
     assert report.active_ffn_fraction == pytest.approx(0.5, abs=0.05)
     for share, sizes in zip(shares, moe.sizes, strict=True):
         if sizes.num_routed:
             assert share <= sizes.num_active / sizes.num_routed + 0.02
+
+
+def sizes_of(model: Any) -> list[int]:
+    """Weights of every replaced linear layer."""
+    return [m.weight.numel() for m in model.modules() if isinstance(m, MoesaicThresholdedLinear)]
 
 
 def shares_that_run(model: Any) -> list[float]:

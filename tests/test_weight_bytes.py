@@ -17,7 +17,12 @@ from moesaic.conversion.prepare import prepare
 from moesaic.evaluate.weight_bytes import WeightBytes, count_bytes
 from moesaic.evaluate.work import count_macs, meta_model
 from moesaic.families.load import load_config, load_model
-from moesaic.modeling import MoesaicNeurons, MoesaicReplacement, MoesaicThresholdedLinear
+from moesaic.modeling import (
+    MoesaicNeurons,
+    MoesaicReplacement,
+    MoesaicThresholdedLinear,
+    block_moesaic,
+)
 from tests import reference
 from tests.families import CONTEXT, FAMILIES, tiny_model, tokens
 from tests.mixtures import MIXTURES, tiny_mixture
@@ -178,7 +183,11 @@ def test_in_float32_every_multiplication_reads_four_bytes(family: str) -> None:
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("method", ["cmoe", "moesaic", "static", "random"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])
-def test_a_converted_model_reads_what_it_counts(family: str, method: str, dtype: str) -> None:
+def test_a_converted_model_reads_what_it_counts(
+    family: str, method: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where tokens are gathered: a CPU reads all of experts as small as these."""
+    monkeypatch.setattr(block_moesaic, "SMALL_EXPERT", 0)
     dense = a_model(family, dtype)
     settings = {"repair_by": "none"} if method == "moesaic" else {}
     model, report = moesaic.convert(dense, method, "S2A3E8", WINDOWS, settings=settings)

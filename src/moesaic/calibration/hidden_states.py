@@ -156,6 +156,15 @@ class Stream:
                 handle.remove()
         return inputs
 
+    def outputs(self, layer: int, samples: int) -> Tensor:
+        """What a layer puts out (N, L, D) for the first so many samples."""
+        hidden_NLD = self.hidden_NLD[:samples]
+        blocks = []
+        for hidden_BLD in hidden_NLD.split(self.block):
+            output_BLD = self._call(layer, hidden_BLD.to(self.device))
+            blocks.append(output_BLD)
+        return torch.cat(blocks)
+
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Which samples a block holds, and their hidden states (B, L, D)."""
         for start in range(0, len(self.hidden_NLD), self.block):

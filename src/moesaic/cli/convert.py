@@ -201,7 +201,8 @@ def _convert(
     output = str(choices["output"])
     source = _first_source(choices["calibration"])
     report_tables(report, output)
-    note = note_on_copies(model.config.moesaic)
+    moe = getattr(model.config, "moesaic", None)
+    note = None if moe is None else note_on_copies(moe)
     if note is not None:
         out.print(note)
     arguments = [

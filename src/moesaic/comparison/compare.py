@@ -267,6 +267,7 @@ class _Trials:
             stream = Stream(self.ffns, calibration.windows_NL, self.device)
             run = Run(stream, plan, calibration, seed, seconds, trial=True)
             layers = plan.method.convert(self.dense, calibration, plan, run)
+            plan = plan.settled(layers)
             values = self.evaluation.perplexities(self.dense)
         method = entry.method
         repairs = isinstance(method, FFNMethod) and method.fits_weights

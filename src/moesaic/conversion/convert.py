@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from moesaic.families.load import (
     resolve,
     source_of,
 )
-from moesaic.modeling import MoesaicReplacement
+from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
 from moesaic.output.model_card import licence_of
 
@@ -245,7 +245,7 @@ class _Conversion:
             log("layers keep equal budgets, with which the target was met")
             return
 
-        def shared() -> list[int]:
+        def shared() -> list[dict[str, Any]]:
             plan = share_budgets(
                 self.dense,
                 self.ffns,
@@ -255,20 +255,18 @@ class _Conversion:
                 self.options.seed,
                 log,
             )
-            return [sizes.num_active for sizes in plan.moe.sizes]
+            return [asdict(sizes) for sizes in plan.moe.sizes]
 
-        budgets = drafts.remembered(draft, "budgets", shared)
-        moe = self.plan.moe.with_budgets(tuple(budgets))
+        rows = drafts.remembered(draft, "budgets", shared)
+        sizes = tuple(Sizes(**row) for row in rows)
+        moe = self.plan.moe.with_sizes(sizes)
         self.plan = self.plan.with_moe(moe)
 
     def _settle(self) -> None:
-        """What is known in the end only: budgets, and experts that stay whole."""
-        moe = self.plan.moe
-        for layer in self.report.layers:
-            moe = moe.with_whole(layer.layer, layer.whole_experts)
-        self.plan = self.plan.with_moe(moe)
+        """What is known in the end only."""
+        self.plan = self.plan.settled(self.report.layers)
         self.report.shape = self.plan.words
-        self.report.budgets = moe.budgets
+        self.report.budgets = self.plan.moe.budgets
         self.report.macs = self.plan.macs.total
         self.report.bytes = self.plan.bytes.total
         self.report.active_ffn_fraction = active_ffn_fraction(self.plan.config)

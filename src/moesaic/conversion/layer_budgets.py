@@ -18,7 +18,7 @@ Shape suffixes: N windows, L layers, T tokens, D hidden_size, R routed experts, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,13 @@ from torch import Tensor
 
 from moesaic.calibration.calibration_set import HELD_OUT, CalibrationSet
 from moesaic.calibration.checks import check_on
+from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
 from moesaic.conversion.budget_curves import budgets_by_curves
 from moesaic.conversion.plan import Plan
-from moesaic.conversion.run import Run
+from moesaic.conversion.run import Run, ffn_inputs
 from moesaic.errors import MoesaicError
-from moesaic.families import FFNs, Mixtures
+from moesaic.families import DenseFFN, FFNs, Mixtures
 from moesaic.methods.base import FFNMethod
 from moesaic.modeling import MoesaicReplacement, View
 from moesaic.parts.gradients import without_gradients
@@ -70,17 +71,20 @@ def share_budgets(
 ) -> Plan:
     """The plan with the budgets of layers that its method's strategy gives.
 
-    Unchanged where the strategy is uniform. By curves: see `budget_curves`. By
-    gradient: equal budgets are the first of 1 + ROUNDS that are tried, and those of
-    the least KL divergence are taken. Costs at most so many conversions on
-    TRIAL_TOKENS (twice the active neurons, if that is more; 8 windows at least) and
-    forward and backward passes on PROBE_TOKENS, whose dense logits it holds. The
-    layers of a mixture keep equal budgets. Raises MoesaicError for a model that is not
-    in whole on `device`, under inference mode, and where equal budgets diverge.
+    Unchanged where the strategy is uniform. The method's own: see `own_sizes`. By
+    curves: see `budget_curves`. By gradient: equal budgets are the first of 1 + ROUNDS
+    that are tried, and those of the least KL divergence are taken. Costs at most so
+    many conversions on TRIAL_TOKENS (twice the active neurons, if that is more; 8
+    windows at least) and forward and backward passes on PROBE_TOKENS, whose dense
+    logits it holds. The layers of a mixture keep equal budgets. Raises MoesaicError for
+    a model that is not in whole on `device`, under inference mode, and where equal
+    budgets diverge.
     """
     method = plan.method
     if not isinstance(method, FFNMethod) or method.layer_budgets == "uniform":
         return plan
+    if method.layer_budgets == "own":
+        return own_sizes(method, ffns, plan, calibration, device, log)
     if not _can_differ(plan, ffns, log):
         return plan
     check_on(dense, device, "sharing a budget between layers differentiates")
@@ -161,12 +165,56 @@ def _can_differ(plan: Plan, ffns: FFNs, log: Callable[[str], Any]) -> bool:
     sizes = plan.sizes
     if len(plan.moe.layers) < 2 or sizes.num_active == sizes.num_routed:
         return False
-    if isinstance(ffns, Mixtures):
-        log(
-            "the layers of a model that is a mixture already keep equal budgets"
-        )
+    return not _is_mixture(ffns, log)
+
+
+def _is_mixture(ffns: FFNs, log: Callable[[str], Any]) -> bool:
+    """Whether layers keep equal budgets since they are mixtures; says so."""
+    if not isinstance(ffns, Mixtures):
         return False
+    log("the layers of a model that is a mixture already keep equal budgets")
     return True
+
+
+def own_sizes(
+    method: FFNMethod,
+    ffns: FFNs,
+    plan: Plan,
+    calibration: CalibrationSet,
+    device: torch.device,
+    log: Callable[[str], Any] = lambda line: None,
+) -> Plan:
+    """The plan with the sizes that the method gives the layers, from all of them.
+
+    One pass of all calibration tokens through the dense model, layer by layer.
+    """
+    if _is_mixture(ffns, log):
+        return plan
+    layers = _dense_layers(method, ffns, calibration, device)
+    sizes = method.sizes_of_layers(layers, plan.sizes)
+    widths = ", ".join(str(row.active) for row in sizes)
+    log(f"neurons by layer {widths}")
+    return plan.with_moe(plan.moe.with_sizes(tuple(sizes)))
+
+
+def _dense_layers(
+    method: FFNMethod,
+    ffns: FFNs,
+    calibration: CalibrationSet,
+    device: torch.device,
+) -> Iterator[tuple[DenseFFN, FFNInputs]]:
+    """Every FFN to convert and its inputs in the dense model, one after the other."""
+    stream = Stream(ffns, calibration.windows_NL, device)
+    for layer, module in enumerate(ffns.layers):
+        home = next(module.parameters()).device
+        module.to(device)
+        if layer in ffns.converted:
+            inputs = ffn_inputs(stream, layer, calibration, method.fits_weights)
+            yield ffns.read(layer), inputs
+            stream.advance(layer, inputs.all())
+        else:
+            stream.advance(layer)
+        module.to(home)
 
 
 def _trial_set(plan: Plan, calibration: CalibrationSet) -> CalibrationSet:

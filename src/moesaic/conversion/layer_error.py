@@ -47,7 +47,8 @@ class LayerReport:
     `router_recall` is the share of them that the router picks (chance is K / R),
     `mass_kept` the share of all experts' output energy in the experts that ran,
     `oracle_mass` the oracle's. `expert_load` is the share of tokens that each expert
-    runs for. `kept_energy` holds the rounds of re-assignment. In a model that was a
+    runs for. `kept_energy` holds the rounds of re-assignment, `shares` those of the
+    weights of each linear layer that was replaced, where they differ. In a model that was a
     mixture before, figures are means over its converted experts, weighted by the tokens
     that the router sends them, and `experts` has each by itself.
     """
@@ -65,6 +66,7 @@ class LayerReport:
     repair: str | None = None
     notes: list[str] = field(default_factory=list)
     kept_energy: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     experts: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self, timing: bool = True) -> dict[str, Any]:

@@ -54,6 +54,11 @@ def _what(moe: MoEConfig, alone: bool) -> str:
     """What became of the model; `alone`: each of its neurons is an expert."""
     if moe.changes is not None:
         return "made smaller by moesaic"
+    if moe.linears is not None and moe.layers:
+        return (
+            "converted by moesaic, and then with linear layers made ones that skip "
+            "inputs"
+        )
     if moe.linears is not None:
         return "with linear layers made ones that skip inputs by moesaic"
     if alone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from moesaic.conversion.layer_error import LayerReport
 from moesaic.conversion.options import Scope
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.weight_bytes import WeightBytes, count_bytes, oracle_bytes
@@ -23,6 +25,7 @@ from moesaic.layout import Layout
 from moesaic.methods.base import (
     Budget,
     FFNShape,
+    LinearMethod,
     Method,
     ModelShape,
     OuterShape,
@@ -108,6 +111,14 @@ class Plan:
         """The same with another configuration."""
         return replace(self, moe=moe)
 
+    def settled(self, layers: Sequence[LayerReport]) -> Plan:
+        """With what is known in the end only: experts that stay whole, and shares."""
+        moe = self.moe
+        for report in layers:
+            moe = moe.with_whole(report.layer, report.whole_experts)
+            moe = moe.with_shares(report.layer, report.shares)
+        return self.with_moe(moe)
+
 
 def make_plans(
     config: Any,
@@ -124,11 +135,16 @@ def make_plans(
     Raises MoesaicError for a model that is converted already, an unsupported family, an
     impossible budget, and a choice of experts or layers that it does not have.
     """
-    check_convertible(config, name)
+    check_convertible(config, name, method)
     scope = scope or Scope()
     skeleton = meta_model(config)
     ffns = keep_dense(find_ffns(skeleton), scope.dense_layers)
-    shape = replace(model_shape(ffns, scope, config), domains=domains)
+    earlier = getattr(config, "moesaic", None)
+    if earlier is None:
+        shape = model_shape(ffns, scope, config)
+    else:
+        shape = converted_shape(ffns, earlier, config)
+    shape = replace(shape, domains=domains)
     dense_macs = count_macs(skeleton, 1)
     dense_bytes = count_bytes(skeleton)
     base_model = public_name(name)
@@ -137,6 +153,8 @@ def make_plans(
     for moe in method.plans(shape, budget):
         _check_scope(method, moe, scope)
         named = replace(moe, base_model=base_model, versions=made_with)
+        if earlier is not None:
+            named = on_top(earlier, named)
         plan = Plan(name, method, named, config, dense_macs, dense_bytes)
         plans.append(plan)
     return plans
@@ -171,11 +189,14 @@ def make_plan(
     return plans[0]
 
 
-def check_convertible(config: Any, name: str) -> None:
+def check_convertible(config: Any, name: str, method: Method) -> None:
     """Raises MoesaicError for a configuration whose model cannot be converted."""
     kind = config.model_type
     if kind == "moesaic":
         moe = config.moesaic
+        if isinstance(method, LinearMethod):
+            _check_linears(moe, name, method)
+            return
         raise MoesaicError(
             f"{name} is converted already ({moe.layout}, method {moe.name}) and its "
             "experts are not split again: a finer layout of the model it came from "
@@ -195,6 +216,20 @@ def check_convertible(config: Any, name: str) -> None:
         raise MoesaicError(
             f"{name} brings its own code ({kind}); only families that transformers "
             "itself knows can be converted"
+        )
+
+
+def _check_linears(moe: MoEConfig, name: str, method: Method) -> None:
+    """Raises MoesaicError for a converted model that no linear method stands on."""
+    if moe.linears is not None:
+        raise MoesaicError(
+            f"{name} has linear layers that skip inputs already (method {moe.name}); "
+            "convert the model that it came from"
+        )
+    if moe.outer is not None:
+        raise MoesaicError(
+            f"{name} was a mixture before moesaic converted its experts, and method "
+            f"{method.name!r} is for models that were dense; take another method"
         )
 
 
@@ -228,6 +263,51 @@ def model_shape(ffns: FFNs, scope: Scope, config: Any) -> ModelShape:
         outer=_outer_shape(ffns, ffn, scope),
         linears=linear_paths(ffns),
         config=config.get_text_config().to_dict(),
+    )
+
+
+def converted_shape(ffns: FFNs, moe: MoEConfig, config: Any) -> ModelShape:
+    """The same of a model that moesaic made, whose FFNs have been replaced."""
+    block = moe.block
+    ffn = FFNShape(
+        hidden_size=block.hidden_size,
+        intermediate_size=moe.first_sizes.total,
+        gated=block.gated,
+        bias=block.bias,
+        output_bias=block.output_bias,
+        activation=block.activation,
+    )
+    # Routers read all of their inputs; where neurons run one by one, rows of the FFN's
+    # matrices are skipped already.
+    kept = f"{moe.path}.router."
+    if block.replacement != "experts":
+        kept = f"{moe.path}."
+    linears = tuple(
+        path for path in linear_paths(ffns) if not path.startswith(kept)
+    )
+    return ModelShape(
+        name=ffns.name,
+        ffn=ffn,
+        layers=moe.layers,
+        path=moe.path,
+        identities=moe.identities,
+        linears=linears,
+        config=config.get_text_config().to_dict(),
+    )
+
+
+def on_top(earlier: MoEConfig, moe: MoEConfig) -> MoEConfig:
+    """A converted model's configuration, its linear layers replaced besides.
+
+    `method` is what was done last; its "after" says what was done before.
+    """
+    method = moe.method | {"after": earlier.method}
+    return replace(
+        earlier,
+        method=method,
+        layout=f"{earlier.layout}, {moe.layout}",
+        linears=moe.linears,
+        versions=moe.versions,
     )
 
 
@@ -307,11 +387,14 @@ def our_config(dense_config: Any, moe: MoEConfig) -> Any:
         "architectures",
         "_name_or_path",
         "moesaic_conversion",
+        "moesaic",
+        "base_model_type",
     }
     values = copy.copy(dense_config.to_dict())
     for key in derived:
         values.pop(key, None)
-    config_class: Any = config_class_for(dense_config.model_type)
+    family = getattr(dense_config, "base_model_type", dense_config.model_type)
+    config_class: Any = config_class_for(family)
     config = config_class(**values)
     config.moesaic = moe
     config.architectures = ["MoesaicForCausalLM"]

@@ -8,8 +8,9 @@ computed under a mask: the same outputs, and faster than many small experts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moesaic.calibration.checks import check_inputs
 from moesaic.calibration.expert_inputs import ExpertInputs
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
+from moesaic.calibration.linear_trial import LinearTrial
 from moesaic.conversion.layer_error import (
     LayerReport,
     linear_error,
@@ -156,9 +158,11 @@ class Run:
                 raise self._blame(
                     layer, MoesaicError(f"{path} is never called as a module")
                 )
+        linears: list[Any] = []
+        all_inputs = []
         replacements = []
         errors = []
-        for place, path in enumerate(paths):
+        for path in paths:
             linear: Any = self._base.get_submodule(path)
             inputs = FFNInputs(
                 blocks.pop(path),
@@ -167,10 +171,23 @@ class Run:
                 self.stream.storage,
                 self.stream.device,
             )
+            linears.append(linear)
+            all_inputs.append(inputs)
+        trial = LinearTrial(
+            linears,
+            all_inputs,
+            self.calibration.length,
+            partial(self._error_of, layer, paths),
+        )
+        shares = method.shares_of_layer(trial, moe.linears.share)
+        self.clock("shares")
+        for place, linear in enumerate(linears):
             generator = np.random.default_rng([self.seed, layer, place])
+            inputs = all_inputs[place]
+            share = shares[place] if shares else moe.linears.share
             try:
                 replacement = method.convert_linear(
-                    linear, inputs, moe.linears.share, generator
+                    linear, inputs, share, generator
                 )
             except MoesaicError as error:
                 raise self._blame(layer, error) from error
@@ -182,14 +199,37 @@ class Run:
         report = linears_report(
             layer, errors, self.calibration, method.fits_weights
         )
+        report.shares = shares
         report.seconds = time.perf_counter() - started
         if self.draft is not None:
             save_layer(self.draft, layer, prefixes, replacements, report)
             self.clock("write")
         return report
 
+    def _error_of(
+        self, layer: int, paths: list[str], samples: int
+    ) -> Callable[[Sequence[Any]], float]:
+        """What a decoder layer loses with replacements of its linear layers.
+
+        The norm of the outputs' difference over that of the dense output, for the first
+        so many samples. The dense linear layers are put back each time.
+        """
+        dense = [self._base.get_submodule(path) for path in paths]
+        dense_NLD = self.stream.outputs(layer, samples).float()
+        norm = dense_NLD.norm().clamp(min=1e-20)
+
+        def error(replacements: Sequence[Any]) -> float:
+            self._install_linears(paths, replacements)
+            try:
+                output_NLD = self.stream.outputs(layer, samples)
+            finally:
+                self._install_linears(paths, dense)
+            return float((output_NLD.float() - dense_NLD).norm() / norm)
+
+        return error
+
     def _install_linears(
-        self, paths: list[str], replacements: list[Any]
+        self, paths: list[str], replacements: Sequence[Any]
     ) -> None:
         config = self.plan.config
         for path, replacement in zip(paths, replacements, strict=True):

@@ -65,7 +65,12 @@ def load_linears(
     """The same for a layer whose linear layers `dense` were replaced."""
 
     def empty(report: LayerReport) -> list[Any]:
-        return [new_linear(moe, linear) for linear in dense]
+        moe_of_layer = moe.with_shares(layer, report.shares)
+        assert moe.linears is not None
+        return [
+            new_linear(moe_of_layer, linear, layer, path)
+            for linear, path in zip(dense, moe.linears.paths, strict=True)
+        ]
 
     return _load(draft, layer, prefixes, empty)
 

@@ -15,7 +15,11 @@ from torch import nn
 
 from moesaic.evaluate.work import is_converted
 from moesaic.families import Mixtures, find_ffns
-from moesaic.modeling import MoEConfig, MoesaicReplacement
+from moesaic.modeling import (
+    MoEConfig,
+    MoesaicReplacement,
+    MoesaicThresholdedLinear,
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,17 @@ def _ffn_paths(model: Any) -> tuple[list[str], float]:
     return paths, running
 
 
+def _skipped_inside(replacement: MoesaicReplacement) -> float:
+    """Bytes that its linear layers leave out, where they were replaced too."""
+    skipped = 0.0
+    for module in replacement.modules():
+        if module is replacement:
+            continue
+        if isinstance(module, MoesaicThresholdedLinear):
+            skipped += module.weight.nbytes - module.weight_bytes()
+    return skipped
+
+
 def _read(
     module: nn.Module,
     running: float,
@@ -95,7 +110,7 @@ def _read(
     if id(module) in without or isinstance(module, nn.Embedding):
         return 0.0
     if isinstance(module, MoesaicReplacement):
-        return module.weight_bytes()
+        return module.weight_bytes() - _skipped_inside(module)
     read = 0.0
     for parameter in module.parameters(recurse=False):
         if parameter.ndim == 2:

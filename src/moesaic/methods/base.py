@@ -26,10 +26,13 @@ from moesaic.modeling import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from torch import nn
 
     from moesaic.calibration.ffn_inputs import FFNInputs
+    from moesaic.calibration.linear_trial import LinearTrial
     from moesaic.calibration.statistics import StatisticsKind
     from moesaic.families import DenseFFN
 
@@ -258,6 +261,7 @@ class FFNMethod(Method):
     searches_layouts: ClassVar[bool] = False
     # Whether layers can run different numbers of experts.
     can_share_budgets: ClassVar[bool] = False
+    # "own": as `sizes_of_layers` says.
     layer_budgets: ClassVar[str] = "uniform"
 
     @abstractmethod
@@ -284,6 +288,16 @@ class FFNMethod(Method):
     def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
         """Neurons of one FFN's parts under a layout."""
         return layout.sizes(intermediate_size)
+
+    def sizes_of_layers(
+        self, layers: Iterable[tuple[DenseFFN, FFNInputs]], sizes: Sizes
+    ) -> list[Sizes]:
+        """Sizes of each layer, where all have to be seen first.
+
+        `layers` gives every FFN with its inputs in the dense model, one at a time;
+        `sizes` are those of equal budgets. Asked for where `layer_budgets` is "own".
+        """
+        return [sizes for _ in layers]
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
         """The layouts that serve a budget, the usual one first."""
@@ -347,8 +361,17 @@ class FFNMethod(Method):
         )
 
     def words(self, moe: MoEConfig) -> str:
-        sizes = moe.first_sizes
-        return f"the best {sizes.active} of {sizes.total} neurons, no routing"
+        total = moe.first_sizes.total
+        widths = [sizes.active for sizes in moe.sizes]
+        least = min(widths)
+        most = max(widths)
+        if least == most:
+            return f"the best {least} of {total} neurons, no routing"
+        mean = round(sum(widths) / len(widths))
+        return (
+            f"on average the best {mean} of {total} neurons ({least} to {most} in a "
+            "layer), no routing"
+        )
 
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
         """Replaces every FFN in turn, on inputs that passed the layers before it."""
@@ -378,6 +401,13 @@ class LinearMethod(Method):
         `inputs` are those of this layer for all calibration tokens; `share` of its
         weights may be used for a token, on average.
         """
+
+    def shares_of_layer(self, trial: LinearTrial, share: float) -> list[float]:
+        """The share of each linear layer of a decoder layer; none where all are equal.
+
+        Weighted by their sizes the mean is `share`.
+        """
+        return []
 
     def chosen_paths(self, shape: ModelShape) -> tuple[str, ...]:
         """The linear layers to replace."""
@@ -420,7 +450,10 @@ class LinearMethod(Method):
         linears = moe.linears
         assert linears is not None
         count = len(linears.paths)
-        return f"{linears.share:.0%} of the inputs of {count} linear layers a layer"
+        words = f"{linears.share:.0%} of the inputs of {count} linear layers a layer"
+        if linears.shares:
+            words += ", not all alike"
+        return words
 
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
         """Replaces every linear layer, one decoder layer after the other."""

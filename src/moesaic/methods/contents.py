@@ -109,6 +109,24 @@ METHODS = {
             "https://arxiv.org/abs/2505.19427",
         ),
         Description(
+            "cats",
+            "moesaic.methods.cats:CATS",
+            "All gates are computed; neurons whose gates are small are skipped.",
+            _OURS,
+            "Lee et al., CATS: Contextually-Aware Thresholding for Sparsity in Large "
+            "Language Models, COLM 2024",
+            "https://arxiv.org/abs/2404.08763",
+        ),
+        Description(
+            "griffin",
+            "moesaic.methods.griffin:Griffin",
+            "A prompt runs all neurons and chooses those that the answer runs.",
+            "transformers, with our architecture",
+            "Dong et al., Prompt-prompted Adaptive Structured Pruning for Efficient LLM "
+            "Generation, 2024",
+            "https://arxiv.org/abs/2404.01365",
+        ),
+        Description(
             "emoe",
             "moesaic.methods.emoe:EMoE",
             "Experts of neurons with like gates, scored by their mean; no fitting.",
@@ -179,6 +197,15 @@ METHODS = {
             "Song et al., SLEB: Streamlining LLMs through Redundancy Verification and "
             "Elimination of Transformer Blocks, ICML 2024",
             "https://arxiv.org/abs/2402.09025",
+        ),
+        Description(
+            "slicegpt",
+            "moesaic.methods.slicegpt:SliceGPT",
+            "Rotates the residual stream to its main axes and cuts the others off.",
+            "transformers",
+            "Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows "
+            "and Columns, ICLR 2024",
+            "https://arxiv.org/abs/2401.15024",
         ),
         Description(
             "random",

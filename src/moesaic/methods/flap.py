@@ -1,16 +1,17 @@
 """FLAP: neurons that fluctuate least are replaced by their mean.
 
 An et al., Fluctuation-based Adaptive Structured Pruning for Large Language Models,
-arXiv:2312.11983, its form for FFNs: neuron f counts by var(h_f) norm(w_down_f)^2, those
-that count least go, and what they add on average becomes an output bias. Every layer
-keeps the same width; the paper compares standardised metrics over all layers
-(docs/deviations.md). Nothing is chosen per token.
+arXiv:2312.11983, its form for FFNs: neuron f counts by var(h_f) norm(w_down_f)^2 (the
+paper's WIFV), those that count least go, and what they add on average becomes an output
+bias. These metrics, standardised in every layer, are compared over all layers: widths
+differ by layer, from one budget. Nothing is chosen per token.
 
 Shape suffixes: D hidden_size, F neurons.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +20,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.families import DenseFFN
 from moesaic.layout import Layout
-from moesaic.methods.base import FFNShape
+from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.contents import METHODS
 from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
 from moesaic.modeling import Sizes
 from moesaic.parts.importance import variance
 from moesaic.parts.partition import NO_EXPERTS, Partition
+from moesaic.parts.widths import global_widths
+
+WIDTHS = ("global", "equal")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,27 @@ class Flap(ExpertMethod):
 
     description = METHODS["flap"]
     output_bias = True
+
+    widths: str = setting(
+        "global",
+        "Whether layers share one budget of neurons, or all keep the same number.",
+        choices=WIDTHS,
+    )
+
+    @property
+    def layer_budgets(self) -> str:  # type: ignore[override]
+        return "own" if self.widths == "global" else "uniform"
+
+    def sizes_of_layers(
+        self, layers: Iterable[tuple[DenseFFN, FFNInputs]], sizes: Sizes
+    ) -> list[Sizes]:
+        """Widths by the standardised fluctuation; their sum is that of equal ones."""
+        scores = []
+        for ffn, inputs in layers:
+            statistics = self.profile(ffn, inputs)
+            scores.append(variance(statistics, ffn))
+        widths = global_widths(scores, total=sizes.active * len(scores))
+        return [replace(sizes, shared=width) for width in widths]
 
     def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
         """As many neurons as the layout runs for a token, and no experts."""

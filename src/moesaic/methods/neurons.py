@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from moesaic.calibration.statistics import PLAIN, SAMPLE_TOKENS
-from moesaic.errors import MoesaicError, unknown
+from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
-from moesaic.layout import GRAINS, Layout
+from moesaic.layout import Layout
 from moesaic.methods.base import (
     LAYER_BUDGETS,
     REPAIRS,
@@ -31,6 +31,7 @@ from moesaic.methods.base import (
     FFNShape,
     ModelShape,
     block_config,
+    neuron_layout,
     setting,
 )
 from moesaic.methods.contents import METHODS
@@ -111,8 +112,6 @@ class MoesaicNeurons(ExpertMethod):
 
         Any known grain is the same: there is none finer.
         """
-        if budget.grain not in GRAINS:
-            raise unknown("grain", budget.grain, GRAINS)
         if shape.outer is not None or not shape.ffn.gated:
             what = "FFNs without a gate"
             if shape.outer is not None:
@@ -121,22 +120,7 @@ class MoesaicNeurons(ExpertMethod):
                 f"method {self.name!r} chooses neurons by their gates in the FFNs of a "
                 f"dense model; {shape.name} has {what}; take another method"
             )
-        total = shape.ffn.intermediate_size
-        if budget.layout is not None:
-            active = budget.layout.sizes(total).active
-            return [Layout(0, active, total)]
-        sparsity = budget.skipped
-        if not 0 < sparsity < 1:
-            raise MoesaicError(
-                f"sparsity {sparsity} is outside (0, 1); 0.25 skips a quarter"
-            )
-        active = round((1 - sparsity) * total)
-        if not 1 <= active < total:
-            raise MoesaicError(
-                f"sparsity {sparsity}: {active} of {total} neurons would run; at least "
-                "1 has to, and at least 1 not"
-            )
-        return [Layout(0, active, total)]
+        return [neuron_layout(budget, shape.ffn.intermediate_size)]
 
     def router_config(self, ffn: FFNShape) -> RouterConfig:
         if self.choose_by == "copies":

@@ -2,9 +2,10 @@
 
 Liu et al., Training-Free Activation Sparsity in Large Language Models,
 arXiv:2408.14690. An input x_i of a matrix is read where abs(x_i) is above the matrix's
-threshold, a quantile of its inputs on the calibration text. Every matrix skips the same
-share; the paper's greedy search for shares by block is left out (docs/deviations.md).
-It saves time for a few tokens at once: a column is skipped where no token reads it.
+threshold, a quantile of its inputs on the calibration text. Every transformer block
+skips the same share of its weights; a greedy search (the paper's Algorithm 1) divides
+it among the block's matrices. It saves time for a few tokens at once: a column is
+skipped where no token reads it.
 
 Shape suffixes: I inputs.
 """
@@ -15,13 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.calibration.linear_trial import LinearTrial
 from moesaic.methods.base import LINEARS, LinearMethod, ModelShape, setting
 from moesaic.methods.contents import METHODS
 from moesaic.modeling import MoesaicThresholdedLinear
-from moesaic.parts.inputs import keep_largest
+from moesaic.parts.inputs import SHARES, greedy_shares, keep_largest
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,24 @@ class Teal(LinearMethod):
     where: str = setting(
         "all", "Which linear layers skip inputs.", choices=LINEARS
     )
+    shares: str = setting(
+        "greedy",
+        "Whether matrices of a block skip what costs its output least, or all the same "
+        "share.",
+        choices=SHARES,
+    )
+    tokens: int = setting(
+        1024, "Calibration tokens that the search is judged on, at most.", 64
+    )
 
     def chosen_paths(self, shape: ModelShape) -> tuple[str, ...]:
         return shape.linears_where(self.where)
+
+    def shares_of_layer(self, trial: LinearTrial, share: float) -> list[float]:
+        if self.shares == "equal" or share == 1:
+            return []
+        scales = [scale_of(linear) for linear in trial.linears]
+        return greedy_shares(trial, share, scales, self.tokens)
 
     def convert_linear(
         self,
@@ -44,6 +61,9 @@ class Teal(LinearMethod):
         share: float,
         generator: np.random.Generator,
     ) -> MoesaicThresholdedLinear:
-        device = weights.weight.device
-        ones_I = torch.ones(weights.in_features, device=device)
-        return keep_largest(weights, inputs, share, ones_I)
+        return keep_largest(weights, inputs, share, scale_of(weights))
+
+
+def scale_of(linear: nn.Linear) -> Tensor:
+    """Ones (I,): magnitude alone counts."""
+    return torch.ones(linear.in_features, device=linear.weight.device)

@@ -1,10 +1,11 @@
 """The converted model's architecture, registered with transformers' Auto classes (leaf).
 
 Table of contents: `moe_config` types of config.json; `projections`, `copies`,
-`routers`, `neuron_routers`, `token_ids`, `experts` the parts; `replacement` what stands in for a
-module, `block` and `mean_block` for an FFN, `neurons` for an FFN neuron by neuron,
-`hierarchy` for the experts of a mixture, `linears` for a linear layer; `modeling` the
-models that carry them.
+`routers`, `neuron_routers`, `token_ids`, `experts` the parts; `replacement` what stands
+in for a module, `block` and `mean_block` for an FFN, `neurons` for an FFN neuron by
+neuron, `prompt_neurons` for an FFN whose neurons a prompt chooses, `hierarchy` for the
+experts of a mixture, `linears` for a linear layer; `modeling` the models that carry
+them.
 """
 
 from transformers import AutoConfig
@@ -39,6 +40,7 @@ from .moe_config_moesaic import (
 )
 from .neuron_routers_moesaic import (
     MoesaicCopyRouter,
+    MoesaicGateRouter,
     MoesaicNeuronRouter,
     MoesaicSketchRouter,
     new_neuron_router,
@@ -49,6 +51,7 @@ from .projections_moesaic import (
     MoesaicProjection,
     can_group,
 )
+from .prompt_neurons_moesaic import MoesaicPromptNeurons
 from .replacement_moesaic import MoesaicReplacement, View, as_they_are
 from .routers_moesaic import (
     MoesaicEmbeddingRouter,
@@ -81,6 +84,7 @@ __all__ = [
     "MoesaicCopyRouter",
     "MoesaicEmbeddingRouter",
     "MoesaicExperts",
+    "MoesaicGateRouter",
     "MoesaicHashRouter",
     "MoesaicHierarchy",
     "MoesaicLinearRouter",
@@ -91,6 +95,7 @@ __all__ = [
     "MoesaicNeurons",
     "MoesaicPairProjection",
     "MoesaicProjection",
+    "MoesaicPromptNeurons",
     "MoesaicQuadraticRouter",
     "MoesaicReplacement",
     "MoesaicRouter",

@@ -25,6 +25,7 @@ from .mean_block_moesaic import MoesaicMeanBlock
 from .moe_config_moesaic import MoEConfig
 from .neuron_routers_moesaic import NEURON_ROUTERS
 from .neurons_moesaic import MoesaicNeurons
+from .prompt_neurons_moesaic import MoesaicPromptNeurons
 from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import MoesaicRouter
 
@@ -32,6 +33,7 @@ REPLACEMENTS: dict[str, Any] = {
     "experts": MoesaicBlock,
     "experts-with-means": MoesaicMeanBlock,
     "neurons": MoesaicNeurons,
+    "prompt-neurons": MoesaicPromptNeurons,
 }
 _FLOAT32_NAMES = {
     *MoesaicRouter.float32_names,
@@ -58,11 +60,16 @@ def new_outer_shared(moe: MoEConfig) -> MoesaicReplacement | None:
     return kind(moe.block, moe.outer.shared_sizes)
 
 
-def new_linear(moe: MoEConfig, dense: nn.Module) -> MoesaicReplacement:
-    """What stands in for a linear layer, without weights."""
+def new_linear(
+    moe: MoEConfig, dense: nn.Module, layer: int, path: str
+) -> MoesaicReplacement:
+    """What stands in for a linear layer, without weights.
+
+    `path` is the one that the configuration has, with `{}` for the decoder layer.
+    """
     assert moe.linears is not None
     kind = LINEAR_REPLACEMENTS[moe.linears.replacement]
-    return kind.like(dense, moe.linears.share)
+    return kind.like(dense, moe.linears.share_of(layer, path))
 
 
 def install(
@@ -206,7 +213,7 @@ class _FamilyModel:
             for pattern in moe.linears.paths:
                 path = pattern.format(layer)
                 dense = base_model.get_submodule(path)
-                replacement = new_linear(moe, dense)
+                replacement = new_linear(moe, dense, layer, pattern)
                 install_linear(base_model, config, path, replacement)
 
     def _check_and_adjust_experts_implementation(

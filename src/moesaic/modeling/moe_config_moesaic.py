@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 FORMAT = 2
+# Of routers that choose single neurons.
+NEURON_KINDS = ("gates", "gates-alone", "copies")
 ROUTER_KINDS = (
     "linear",
     "quadratic",
@@ -17,14 +19,20 @@ ROUTER_KINDS = (
     "unit-mlp",
     "hash",
     "embedding",
-    "gates",
-    "copies",
+    "prompt",
+    *NEURON_KINDS,
 )
-NEURON_KINDS = ("gates", "copies")  # of routers that choose single neurons
+# The routers that go with a replacement; those of experts have all the others.
+ROUTERS_OF = {"neurons": NEURON_KINDS, "prompt-neurons": ("prompt",)}
 COPY_BITS = (2, 3, 4)
 EXACT_FROM = 2 / 3  # of a layer's neurons (docs/log.md, 2026-11-22)
 CHOOSERS = ("topk", "threshold")
-REPLACEMENT_KINDS = ("experts", "experts-with-means", "neurons")
+REPLACEMENT_KINDS = (
+    "experts",
+    "experts-with-means",
+    "neurons",
+    "prompt-neurons",
+)
 LINEAR_KINDS = ("thresholded",)
 CONVERT_AGAIN = (
     "was written by an older moesaic, in a form that this one does not read; convert "
@@ -93,13 +101,14 @@ class RouterConfig:
     `kind` is what the router computes: a matrix product with the input ("linear"), the
     same with products of C `directions` appended ("quadratic"), copies of one neuron
     per expert ("neuron-copies"), two matrices with tanh between them ("mlp", or
-    "unit-mlp" on inputs of unit length), a hash of the token's id ("hash"), the FFN's
-    own gates and a stand-in for W_up of rank `directions` ("gates"), or copies of
-    W_gate and W_up in a few `bits` a weight ("copies"); of the neurons that run, the
-    share `exact` reads W_gate and W_up themselves, and more where more than EXACT_FROM
-    of all run. "embedding" is a matrix product with the token's embedding. `chooser` is
-    "topk" (the K best) or "threshold" (all above it, at most `cap`). `absolute` ranks
-    by the absolute value of scores.
+    "unit-mlp" on inputs of unit length), a hash of the token's id ("hash"), a matrix
+    product with the token's embedding ("embedding"), the FFN's own gates and a stand-in
+    for W_up of rank `directions` ("gates"), those gates without one ("gates-alone"), or
+    copies of W_gate and W_up in a few `bits` a weight ("copies"); of the neurons that
+    run, the share `exact` reads W_gate and W_up themselves, and more where more than
+    EXACT_FROM of all run. With "prompt" the first `prompt` tokens of a sequence choose
+    (0: all that are given at once). `chooser` is "topk" (the K best) or "threshold"
+    (all above it, at most `cap`). `absolute` ranks by the absolute value of scores.
     """
 
     kind: str
@@ -109,6 +118,7 @@ class RouterConfig:
     cap: int | None = None
     bits: int | None = None
     exact: float | None = None
+    prompt: int | None = None
 
     def num_exact(self, sizes: Sizes) -> int:
         """Neurons that read their exact rows; all of them where none is skipped.
@@ -145,6 +155,10 @@ class RouterConfig:
             return "absolute"
         if self.cap is not None and not (is_count(self.cap) and self.cap):
             return "cap"
+        if (self.prompt is not None) != (self.kind == "prompt"):
+            return "prompt"
+        if self.prompt is not None and not is_count(self.prompt):
+            return "prompt"
         if self.kind != "copies":
             unused = (self.bits, self.exact) == (None, None)
             return None if unused else "bits"
@@ -158,8 +172,8 @@ class RouterConfig:
 class BlockConfig:
     """What all replacements of a model have in common.
 
-    `replacement` names the class: "experts", "experts-with-means" (those that do not
-    run put out their mean) or "neurons". `gated`, `bias` and
+    `replacement` names the class, of REPLACEMENT_KINDS ("experts-with-means": those
+    that do not run put out their mean). `gated`, `bias` and
     `activation` are the dense FFN's; `output_bias` says whether the replacement adds
     one (the FFN's, or a repair's intercept). Without `router` nothing is routed.
     """
@@ -190,11 +204,15 @@ class BlockConfig:
         wrong = self.router.wrong(self.hidden_size)
         if wrong is not None:
             return f"router {wrong}"
-        by_neuron = self.replacement == "neurons"
-        for_neurons = self.router.kind in NEURON_KINDS
-        if by_neuron != for_neurons:
+        own = ROUTERS_OF.get(self.replacement)
+        if own is None:
+            of_others = [
+                kind for kinds in ROUTERS_OF.values() for kind in kinds
+            ]
+            return "router kind" if self.router.kind in of_others else None
+        if self.router.kind not in own:
             return "router kind"
-        if by_neuron and not self.gated:
+        if self.replacement == "neurons" and not self.gated:
             return "router kind"
         return None
 
@@ -205,12 +223,21 @@ class LinearConfig:
 
     `replacement` names the class: "thresholded". `paths` lead from the base model to
     the layers, with `{}` for the decoder layer. `share` of the weights is used for a
-    token, on average.
+    token, on average; `shares` holds, by decoder layer, those of each path where they
+    differ.
     """
 
     replacement: str
     paths: tuple[str, ...]
     share: float
+    shares: dict[str, list[float]] = field(default_factory=dict)
+
+    def share_of(self, layer: int, path: str) -> float:
+        """The share of one linear layer's weights."""
+        shares = self.shares.get(str(layer))
+        if shares is None:
+            return self.share
+        return shares[self.paths.index(path)]
 
     def wrong(self) -> str | None:
         """The first field whose value makes no sense."""
@@ -222,6 +249,11 @@ class LinearConfig:
             return "linears paths"
         if not 0 < self.share <= 1:
             return "linears share"
+        for shares in self.shares.values():
+            if len(shares) != len(self.paths):
+                return "linears shares"
+            if not all(0 < share <= 1 for share in shares):
+                return "linears shares"
         return None
 
 
@@ -359,6 +391,18 @@ class MoEConfig:
             all_sizes.append(budgeted)
         return replace(self, sizes=tuple(all_sizes))
 
+    def with_sizes(self, sizes: tuple[Sizes, ...]) -> MoEConfig:
+        """The same with these sizes of the converted layers."""
+        return replace(self, sizes=sizes)
+
+    def with_shares(self, layer: int, shares: list[float]) -> MoEConfig:
+        """The same with these shares of a decoder layer's linear layers; none: equal."""
+        if self.linears is None or not shares:
+            return self
+        all_shares = self.linears.shares | {str(layer): list(shares)}
+        linears = replace(self.linears, shares=all_shares)
+        return replace(self, linears=linears)
+
     def with_whole(self, layer: int, experts: list[int]) -> MoEConfig:
         """The same where these experts of a layer stay as they were."""
         if self.outer is None:
@@ -470,7 +514,7 @@ class MoEConfig:
             return "num_routed"
         if sizes.total != self.first_sizes.total:
             return "intermediate"
-        if self.block.replacement == "neurons":
+        if self.block.replacement in ROUTERS_OF:
             single_neurons = sizes.expert == 1
             if not single_neurons or sizes.shared != 0:
                 return "expert"

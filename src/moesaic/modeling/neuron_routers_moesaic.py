@@ -101,6 +101,24 @@ class MoesaicSketchRouter(MoesaicNeuronRouter):
         return float(self.active_weights() * element_size)
 
 
+class MoesaicGateRouter(MoesaicNeuronRouter):
+    """Is told the gates act(W_gate x), and goes by their size alone (CATS).
+
+    `selection_bias` is the same for all neurons: minus the log of a squared threshold.
+    """
+
+    reads_gates = True
+
+    def energy(self, x_TD: Tensor, told_TF: Tensor) -> Tensor:
+        return told_TF.float().square()
+
+    def active_weights(self) -> int:
+        return 0
+
+    def weight_bytes(self) -> float:
+        return 0.0
+
+
 class MoesaicCopyRouter(MoesaicNeuronRouter):
     """Is told the hidden states that low-bit copies of W_gate and W_up give.
 
@@ -141,6 +159,7 @@ class MoesaicCopyRouter(MoesaicNeuronRouter):
 
 NEURON_ROUTERS: dict[str, type[MoesaicNeuronRouter]] = {
     "gates": MoesaicSketchRouter,
+    "gates-alone": MoesaicGateRouter,
     "copies": MoesaicCopyRouter,
 }
 

@@ -19,6 +19,7 @@ from moesaic.modeling import (
     BlockConfig,
     MoesaicBlock,
     MoesaicNeurons,
+    MoesaicPromptNeurons,
     Sizes,
 )
 from moesaic.parts.partition import Partition
@@ -93,6 +94,24 @@ def carve_neurons(
         state[name] = tensor.contiguous().clone()
     carved.load_state_dict(state, assign=True)
     carved.router.num_active = router.num_active
+    return carved.eval()
+
+
+@torch.no_grad()
+def carve_prompt_neurons(
+    ffn: DenseFFN, block: BlockConfig, sizes: Sizes
+) -> MoesaicPromptNeurons:
+    """The FFN as it is, of which a prompt is to choose neurons. Copies the weights."""
+    with torch.device("meta"):
+        carved = MoesaicPromptNeurons(block, sizes)
+    all_neurons = np.arange(ffn.intermediate_size)
+    state = neuron_rows(ffn, all_neurons)
+    state["down_proj.weight"] = ffn.down_DF.clone()
+    if block.output_bias:
+        state["down_proj.bias"] = _output_bias(ffn)
+    for name, tensor in state.items():
+        state[name] = tensor.contiguous()
+    carved.load_state_dict(state, assign=True)
     return carved.eval()
 
 
