@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from moesaic.conversion.layer_error import LayerReport
 from moesaic.conversion.options import Scope
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.weight_bytes import WeightBytes, count_bytes, oracle_bytes
@@ -107,6 +109,13 @@ class Plan:
     def with_moe(self, moe: MoEConfig) -> Plan:
         """The same with another configuration."""
         return replace(self, moe=moe)
+
+    def settled(self, layers: Sequence[LayerReport]) -> Plan:
+        """With what is known in the end only: experts that stay whole."""
+        moe = self.moe
+        for report in layers:
+            moe = moe.with_whole(report.layer, report.whole_experts)
+        return self.with_moe(moe)
 
 
 def make_plans(
