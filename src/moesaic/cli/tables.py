@@ -344,9 +344,12 @@ def comparison_table(result: dict[str, Any]) -> None:
 
 
 def _heads(columns: Sequence[Any]) -> list[Column]:
-    """Table heads, whose first column keeps a method's name in one piece."""
-    heads = [Column(column.head) for column in columns]
-    heads[0].no_wrap = True
+    """Table heads, a word a line. Numbers stay in one piece; names may break."""
+    heads = [
+        Column(column.head.replace(" ", "\n"), no_wrap=True)
+        for column in columns
+    ]
+    heads[0].no_wrap = False
     return heads
 
 

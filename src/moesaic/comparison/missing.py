@@ -45,8 +45,6 @@ class Missing:
         where = f" at {self.goal.words}"
         if self.seed is not None:
             where += f", seed {self.seed}"
-        if self.step == TUNING:
-            return f"{self.method}{where} was not fine-tuned: {self.reason}"
         return f"without {self.method}{where}: {self.reason}"
 
     @classmethod
@@ -70,9 +68,14 @@ def reason_of(error: Exception) -> str:
 
 
 def lines_of(missing: list[Missing]) -> list[str]:
-    """One line each; where a method lacks in several tables for one reason, one in all."""
+    """What is in no table, a line each; for one reason in several tables, one in all.
+
+    Rows that were converted and not fine-tuned say so themselves.
+    """
     tables: dict[tuple[str, str], list[Missing]] = {}
     for row in missing:
+        if row.step == TUNING:
+            continue
         key = (row.method, row.reason)
         tables.setdefault(key, []).append(row)
     lines = []

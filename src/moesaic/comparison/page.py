@@ -70,7 +70,9 @@ def making(rows: list[Row]) -> list[Column]:
     if any(row.router_recall is not None for row in rows):
         columns.append(_RECALL)
     if any(row.load_max_over_mean is not None for row in rows):
-        columns += _LOADS
+        columns.append(_LOAD)
+    if any(row.dead_experts for row in rows):
+        columns.append(_DEAD)
     columns += _COST
     return columns
 
@@ -160,10 +162,6 @@ def _number(value: float | None, digits: int) -> str:
     return f"{value:.{digits}f}"
 
 
-def _speed(row: Row) -> str:
-    return _number(row.speed, 2)
-
-
 _METHOD = Column("method", "", lambda row: row.method)
 _WORK = [
     Column(
@@ -188,7 +186,7 @@ _WORK = [
 _SPEED = Column(
     "tokens/s",
     "tokens per second over the dense model's, one token at a time, on this machine",
-    _speed,
+    lambda row: _number(row.speed, 2),
 )
 _SHAPE = [
     Column("layout", "", lambda row: row.layout),
@@ -208,18 +206,16 @@ _RECALL = Column(
     "share of the best experts that the router picks, mean over layers",
     lambda row: _number(row.router_recall, 2),
 )
-_LOADS = [
-    Column(
-        "load max/mean",
-        "tokens of the most used expert, over the mean of all, in the worst layer",
-        lambda row: _number(row.load_max_over_mean, 2),
-    ),
-    Column(
-        "dead",
-        "experts that hardly any token runs, in all layers",
-        lambda row: str(row.dead_experts or ""),
-    ),
-]
+_LOAD = Column(
+    "load",
+    "tokens of the most used expert, over the mean of all, in the worst layer",
+    lambda row: _number(row.load_max_over_mean, 2),
+)
+_DEAD = Column(
+    "dead",
+    "experts that hardly any token runs, in all layers",
+    lambda row: str(row.dead_experts or ""),
+)
 _COST = [
     Column(
         "seconds",

@@ -149,7 +149,7 @@ def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
 
 def _looks(found: list[Curve], palette: Any) -> dict[str, _Look]:
     """A colour and a marker for each method; references are grey."""
-    looks = {}
+    looks: dict[str, _Look] = {}
     for curve in found:
         number = sum(look.colour != _GREY for look in looks.values())
         colour = palette[number % len(palette)]
