@@ -20,8 +20,9 @@ from moesaic.cli.main import main
 from moesaic.comparison.csv_file import csv_text
 from moesaic.comparison.entries import EQUAL_WORK, METHOD, REFERENCE
 from moesaic.comparison.equal_work import Steps, neighbours, over_dense
+from moesaic.comparison.missing import CONVERSION, Missing, lines_of
 from moesaic.comparison.options import FFN_BYTES, FFN_MACS, NEAR, SPARSITY, Goal
-from moesaic.comparison.page import cells_of, headers, markdown
+from moesaic.comparison.page import making, markdown, ranking
 from moesaic.comparison.plot import curves, plot, spread_out, upper_edge
 from moesaic.comparison.rows import Row
 from moesaic.errors import MoesaicError
@@ -281,36 +282,54 @@ def test_a_word_for_a_work_is_refused(
 def test_the_csv_says_what_the_rows_say(result: Any) -> None:
     rows = rows_of(result)
     text = (result[1] / "compare.csv").read_text()
-    assert text == csv_text(rows)
+    missing = [Missing.from_dict(lack) for lack in result[0]["missing"]]
+    assert text == csv_text(rows, missing)
     lines = list(csv.DictReader(io.StringIO(text)))
-    assert len(lines) == len(rows)
-    for line, row in zip(lines, rows, strict=True):
+    assert len(lines) == len(rows) + len(missing)
+    lacking = [(line["method"], line["step"], line["reason"]) for line in lines[len(rows) :]]
+    assert lacking == [(lack.method, lack.step, lack.reason) for lack in missing]
+    assert "cmoe" in {method for method, _, _ in lacking}
+    for line, row in zip(lines[: len(rows)], rows, strict=True):
         for name in ("macs", "bytes", "ffn_macs", "ffn_bytes", "sparsity", "at", "seconds"):
             assert float(line[name]) == getattr(row, name)
+        for name in ("passes", "layer_error"):
+            assert float(line[name]) == getattr(row, name)
+        recall = "" if row.router_recall is None else str(row.router_recall)
+        assert line["router_recall"] == recall
         assert (line["method"], line["layout"], line["equal"]) == (
             row.method, row.layout, row.equal,
         )  # fmt: skip
         assert float(line["ratio demo"]) == row.ratio["demo"]
         assert line["spread demo"] == ""  # of one seed
-    assert csv_text([]).count("\n") == 1
+    assert csv_text([], []).count("\n") == 1
 
 
 def test_the_page_has_every_row_with_both_works(result: Any) -> None:
     rows = rows_of(result)
     page = (result[1] / "compare.md").read_text()
-    columns = headers(["demo"])
     tables = [line for line in page.splitlines() if line.startswith("|")]
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in tables
         if "---" not in line and "method" not in line
     ]  # fmt: skip
-    assert cells == [cells_of(row) for row in rows]
-    macs, ffn_bytes = columns.index("MACs"), columns.index("FFN bytes")
-    for line, row in zip(cells, rows, strict=True):
-        assert float(line[macs]) == pytest.approx(row.macs, abs=5e-4)
-        assert float(line[ffn_bytes]) == pytest.approx(row.ffn_bytes, abs=5e-4)
+    expected = []
+    for goal in dict.fromkeys(row.goal for row in rows):
+        for columns in (ranking(rows), making(rows)):
+            expected += [
+                [column.cell(row) for column in columns] for row in rows if row.goal == goal
+            ]
+    assert cells == expected
+    heads = [column.head for column in ranking(rows)]
+    macs, ffn_bytes = heads.index("MACs"), heads.index("FFN bytes")
+    at_70 = [row for row in rows if row.goal == Goal(FFN_BYTES, 0.7)]
+    for found in at_70:
+        line = next(
+            line for line in cells
+            if line[0] == found.method and line[ffn_bytes] == f"{found.ffn_bytes:.3f}"
+        )  # fmt: skip
+        assert float(line[macs]) == pytest.approx(found.macs, abs=5e-4)
     assert "## FFNs read 70.0% of the dense FFNs' bytes" in page
-    assert "- bytes: of weights read for one token" in page
+    assert "- FFN bytes: bytes of weights that the FFNs read for one token" in page
 
 
 def row(method: str, work: float, ratio: float, role: str = METHOD, **changes: Any) -> Row:
@@ -320,7 +339,8 @@ def row(method: str, work: float, ratio: float, role: str = METHOD, **changes: A
         "active_ffn_fraction": work, "macs": work, "bytes": work / 2, "ffn_macs": work,
         "ffn_bytes": work / 2, "ratio": {"t": ratio}, "spread": {"t": 0.01}, "seeds": 2,
         "load_max_over_mean": None, "dead_experts": 0, "notes": [], "better_static": [],
-        "seconds": 1.0,
+        "seconds": 1.0, "passes": 2.0, "layer_error": 0.1, "router_recall": None, "tuned": None,
+        "tuned_spread": None, "over_tuned_dense": None, "untuned": None, "speed": None,
     }  # fmt: skip
     return Row(**values | changes)
 
@@ -365,11 +385,13 @@ def test_a_plot_of_one_row_and_one_of_dreadful_rows_are_drawn() -> None:
         assert plot("m", {"t": 4.0}, rows).startswith(b"\x89PNG")
 
 
-def test_a_page_of_no_rows_is_written() -> None:
+def test_a_page_of_no_rows_names_what_failed() -> None:
     settings = {
         "model": "m", "calibration": {"source": "demo", "samples": 1, "sequence_length": 8},
-        "max_tokens": 8, "versions": {}, "dtype": "float32", "device": "cpu",
+        "max_tokens": 8, "versions": {}, "dtype": "float32", "device": "cpu", "finetune": None,
     }  # fmt: skip
-    assert "without a: it diverged" in markdown(
-        settings, {"t": 4.0}, [], ["without a: it diverged"]
-    )
+    lack = Missing("a", METHOD, SPARSITY, 0.5, CONVERSION, "it diverged", 0)
+    result = {"settings": settings, "dense": {"t": 4.0}, "remarks": lines_of([lack])}
+    page = markdown(result, [], [lack])
+    assert "| a | failed |" in page
+    assert "- without a at sparsity 0.5, seed 0: it diverged" in page

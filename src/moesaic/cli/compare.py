@@ -33,8 +33,9 @@ def compare_command(
         typer.Option(
             "--methods",
             "--recipes",
-            help="Methods, FILE.py or FILE.yaml, with commas. Simple references such as "
-            "static pruning are always added.",
+            help="Methods, FILE.py or FILE.yaml, with commas; all for every method that "
+            "can convert this model. Simple references such as static pruning are always "
+            "added.",
         ),
     ] = "moesaic,moesaic-dynamic,cmoe",
     sparsity: Annotated[
@@ -95,6 +96,27 @@ def compare_command(
             help="Measure on so many tokens, from the start of each text."
         ),
     ] = 65_536,
+    finetune: Annotated[
+        int | None,
+        typer.Option(
+            help="Fine-tune every converted model on so many windows of the calibration "
+            "text, and measure it again. The dense model learns the same windows."
+        ),
+    ] = None,
+    distill: Annotated[
+        str,
+        typer.Option(
+            help="The teacher in --finetune: auto for the dense model, or none."
+        ),
+    ] = "auto",
+    speed: Annotated[
+        bool,
+        typer.Option(
+            "--speed",
+            help="Time decoding, one token at a time, against the dense model. For a "
+            "machine that does nothing else.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder for compare.json, .csv, .md and .png."),
@@ -107,7 +129,8 @@ def compare_command(
     """Convert a model by several methods and rank them.
 
     All skip the same share of neurons, or do the same work, and are measured on the
-    same text.
+    same text. A method that cannot, or fails, is named with the reason; with --resume
+    those that failed are tried again.
     """
     shares = None if sparsity is None else _shares("--sparsity", sparsity)
     bytes_shares = _shares("--ffn-bytes", ffn_bytes)
@@ -132,6 +155,9 @@ def compare_command(
             samples=samples,
             sequence_length=sequence_length,
             max_tokens=max_tokens,
+            finetune=finetune,
+            distill=distill,
+            speed=speed,
             output=output,
             resume=resume,
             device=device,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
+from rich.text import Text
 
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import folded, out
@@ -32,23 +33,39 @@ def methods_command(
 
 
 def _print_all() -> None:
+    """Every method in three lines at most, those that run alike together."""
+    groups: dict[str | None, list[Description]] = {}
     for description in METHODS.values():
-        _print_description(description)
+        groups.setdefault(description.runs, []).append(description)
+    for runs, descriptions in groups.items():
+        title = f"Runs in {runs}:"
+        if runs is None:
+            title = "References to compare with; no model can hold them:"
+        out.print(title, style="bold", markup=False, highlight=False)
         _print("")
-    _print("For the settings of one: moesaic methods NAME")
+        for description in descriptions:
+            _print_description(description)
+        _print("")
+    _print("The settings of one: moesaic methods NAME")
+    _print("All of them on your model: moesaic compare MODEL --methods all")
 
 
 def _print_description(description: Description) -> None:
-    out.print(description.name, style="bold", markup=False, highlight=False)
-    _print(_INDENT + description.about)
+    """Name, sentence and paper."""
+    line = Text(description.name, style="bold")
+    line.append(f"  {description.about}", style="not bold")
+    out.print(line, highlight=False)
+    if description.paper is not None:
+        _print(_INDENT + description.paper)
+    if description.url is not None:
+        _print(_INDENT + description.url)
+
+
+def _print_runs(description: Description) -> None:
     if description.runs is None:
         _print(f"{_INDENT}a reference to compare with: no model can hold it")
     else:
         _print(f"{_INDENT}runs in: {description.runs}")
-    if description.paper is not None:
-        _print(f"{_INDENT}paper: {description.paper}")
-    if description.url is not None:
-        _print(_INDENT + description.url)
 
 
 def _print_settings(name: str) -> None:
@@ -57,12 +74,14 @@ def _print_settings(name: str) -> None:
         raise unknown("method", name, [*METHODS, "FILE.py", "FILE.yaml"])
     if name in METHODS:
         _print_description(METHODS[name])
+        _print_runs(METHODS[name])
     quieten()
     from moesaic.methods.load import load_method
 
     method: Any = load_method(name, None)
     if is_file:
         _print_description(method.description)
+        _print_runs(method.description)
     settings = [field for field in fields(method) if field.init]
     if not settings:
         _print("It has no settings.")

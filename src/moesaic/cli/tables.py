@@ -300,25 +300,57 @@ def _print_recovery(report: ConversionReport, recovery: dict[str, Any]) -> None:
 
 
 def comparison_table(result: dict[str, Any]) -> None:
-    """A comparison's rows, best first, a table per budget."""
-    from moesaic.comparison.page import MEANINGS, cells_of, headers, title_of
+    """A comparison's rows, best first: two tables per budget, and what they mean."""
+    from moesaic.comparison.missing import Missing
+    from moesaic.comparison.page import (
+        failed_cells,
+        failed_names,
+        goals_of,
+        making,
+        meanings,
+        perplexities,
+        ranking,
+        title_of,
+        tuning_words,
+    )
     from moesaic.comparison.rows import Row, by_goal
 
-    columns = headers(list(result["dense"]))
     rows = [Row(**row) for row in result["rows"]]
-    for goal, group in by_goal(rows).items():
-        table = explained(
-            *columns, title=title_of(goal), meanings=MEANINGS, **NARROW
+    missing = [Missing.from_dict(row) for row in result["missing"]]
+    groups = by_goal(rows)
+    for goal in goals_of(rows, missing):
+        group = groups.get(goal, [])
+        columns = ranking(rows)
+        table = Table(
+            *_heads(columns), title=title_of(goal), title_style="bold", **NARROW
         )
         for row in group:
-            table.add_row(*folded(*cells_of(row)))
+            table.add_row(*folded(*[column.cell(row) for column in columns]))
+        for name in failed_names(goal, rows, missing):
+            table.add_row(*folded(*failed_cells(columns, name)))
         out.print(table)
-    bases = ", ".join(
-        f"{text} {value:.3f}" for text, value in result["dense"].items()
-    )
-    out.print(f"dense perplexity: {bases}")
+        columns = making(rows)
+        table = Table(*_heads(columns), **NARROW)
+        for row in group:
+            table.add_row(*folded(*[column.cell(row) for column in columns]))
+        out.print(table)
+    for meaning in meanings(rows):
+        out.print(meaning, style="dim", markup=False, highlight=False)
+    out.print(f"dense perplexity: {perplexities(result['dense'])}")
+    if result["settings"]["finetune"] is not None:
+        out.print(tuning_words(result))
     for line in result["remarks"]:
-        out.print(line)
+        out.print(line, markup=False)
+
+
+def _heads(columns: Sequence[Any]) -> list[Column]:
+    """Table heads, a word a line. Numbers stay in one piece; names may break."""
+    heads = [
+        Column(column.head.replace(" ", "\n"), no_wrap=True)
+        for column in columns
+    ]
+    heads[0].no_wrap = False
+    return heads
 
 
 def tasks_table(result: dict[str, Any]) -> None:

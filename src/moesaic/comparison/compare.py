@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet, check_samples
 from moesaic.calibration.checks import check_vocabulary, check_weights
-from moesaic.calibration.hidden_states import Stream, check_stream
+from moesaic.calibration.hidden_states import check_stream
 from moesaic.calibration.text import has_heldout_split, to_ids
-from moesaic.comparison.csv_file import csv_text
 from moesaic.comparison.entries import Entry, make_entries
-from moesaic.comparison.equal_work import over_dense
+from moesaic.comparison.missing import CONVERSION, TUNING, Missing, reason_of
 from moesaic.comparison.options import (
     TEXT_TOKENS,
     USUAL_SPARSITIES,
     CompareOptions,
 )
-from moesaic.comparison.page import markdown
-from moesaic.comparison.plot import plot
-from moesaic.comparison.rows import DEAD, Cell, ranked, remarks
-from moesaic.conversion.layer_budgets import share_budgets
-from moesaic.conversion.layer_error import LayerReport
+from moesaic.comparison.results import Results
+from moesaic.comparison.rows import Cell
+from moesaic.comparison.trials import Evaluation, Trials, digest, pass_seconds
 from moesaic.conversion.prepare import hold_out, usual_samples
-from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
-from moesaic.evaluate.perplexity import perplexity
-from moesaic.families import FFNs, find_ffns
+from moesaic.families import find_ffns
 from moesaic.families.load import (
     choose_device,
     load_config,
@@ -43,18 +34,25 @@ from moesaic.families.load import (
     load_tokenizer,
     window_length,
 )
-from moesaic.methods.base import FFNMethod, Method
+from moesaic.finetune.in_memory import (
+    Recovery,
+    plan_recovery,
+    recovery_options,
+)
+from moesaic.finetune.options import AUTO_TEACHER
+from moesaic.methods.base import Method
+from moesaic.methods.contents import METHODS
 from moesaic.methods.load import load_method
-from moesaic.output.atomic import write_file
 from moesaic.progress import duration
 
+ALL = "all"
 # What every comparison is measured against.
 REFERENCES = ("static", "static-repaired", "random", "oracle", "neuron-oracle")
 
 
 def compare(
     model: str,
-    recipes: Sequence[str | Path | Method] = (
+    recipes: str | Path | Method | Sequence[str | Path | Method] = (
         "moesaic",
         "moesaic-dynamic",
         "cmoe",
@@ -72,6 +70,9 @@ def compare(
     samples: int | None = None,
     sequence_length: int | None = None,
     max_tokens: int = TEXT_TOKENS,
+    finetune: int | None = None,
+    distill: str = AUTO_TEACHER,
+    speed: bool = False,
     output: str | Path | None = None,
     resume: bool = False,
     device: str = "auto",
@@ -81,13 +82,13 @@ def compare(
 ) -> dict[str, Any]:
     """Perplexities by method: `settings`, `dense`, `cells`, ranked `rows`, `remarks`.
 
-    `recipes` are methods. All see the same windows of the same calibration text,
-    `seeds` drawings of them; the references are among the rows. There is a table, and a
-    ranking, for each budget:
+    `recipes` are methods; "all" stands for every one there is that is no reference. All
+    see the same windows of the same calibration text, `seeds` drawings of them; the
+    references are among the rows. There is a table, and a ranking, for each budget:
 
     - a `sparsity` gives every method its own layout that skips that share of the FFN
       neurons as nearly as its number of experts allows (the rows say how many are
-      active, and a reference that cannot come near is left out);
+      active);
     - `ffn_bytes` and `ffn_macs` are equal work: every method gets the sparsity at which
       its FFNs, routers included, read that share of the bytes that the dense FFNs read
       for one token, or multiply with that share of their weights. One that cannot come
@@ -95,13 +96,26 @@ def compare(
     - a `layout` gives all the same.
 
     Without any of them the sparsities are 0.25 and 0.5. A text that is the calibration
-    source itself is evaluated on what that keeps apart. With `output` writes
-    compare.json after every conversion, then compare.md, compare.csv and compare.png;
-    `resume` goes on with such a folder. Converted models are not kept. Costs per
-    method, budget and seed one conversion and one pass over every text; where a method
-    comes to the same plan for two budgets, once. Raises MoesaicError for bad input.
+    source itself is evaluated on what that keeps apart.
+
+    With `finetune` every converted model is trained on so many windows of the
+    calibration text, by the defaults of `moesaic.finetune`, and measured again. The
+    dense model is its teacher, unless `distill` is "none". The dense model itself learns
+    the same windows by next-token loss: the fair reference. `speed` times decoding, one
+    token at a time, in turn with the dense model.
+
+    A method that is not for the model or the budget is left out, and one that fails is
+    reported; `missing` has both, with their reasons, and the others go on. With `output`
+    writes compare.json after every conversion, then compare.md, compare.csv and
+    compare.png; `resume` goes on with such a folder and tries again what failed.
+    Converted models are not kept.
+
+    Costs per method, budget and seed one conversion, one pass over every text, and what
+    fine-tuning takes; where a method comes to the same plan for two budgets, once.
+    Memory: the dense model and the new FFNs; with `finetune` or `speed` a second model.
+    Raises MoesaicError for bad input, and where no method is left.
     """
-    methods = [load_method(recipe) for recipe in recipes]
+    methods = [load_method(recipe) for recipe in _named(recipes, references)]
     names = {method.name for method in methods}
     others = [load_method(name) for name in references if name not in names]
     texts = text or [calibration]
@@ -124,6 +138,9 @@ def compare(
         samples=samples,
         sequence_length=sequence_length,
         max_tokens=max_tokens,
+        finetune=finetune,
+        distill=distill,
+        speed=speed,
         output=folder,
         resume=resume,
         device=device,
@@ -133,6 +150,27 @@ def compare(
     return run_comparison(options, progress)
 
 
+def _named(
+    recipes: str | Path | Method | Sequence[str | Path | Method],
+    references: Sequence[str],
+) -> list[str | Path | Method]:
+    """The methods asked for, "all" spelt out."""
+    if isinstance(recipes, str | Path | Method):
+        recipes = [recipes]
+    asked: list[str | Path | Method] = []
+    for recipe in recipes:
+        if recipe != ALL:
+            asked.append(recipe)
+            continue
+        others = [str(one) for one in recipes]
+        asked += [
+            name
+            for name in METHODS
+            if name not in references and name not in others
+        ]
+    return asked
+
+
 def run_comparison(
     options: CompareOptions, progress: Callable[[str], Any]
 ) -> dict[str, Any]:
@@ -140,6 +178,15 @@ def run_comparison(
     model = options.model
     trust = options.trust_remote_code
     device = choose_device(options.device)
+    tuning = None
+    if options.finetune is not None:
+        tuning = recovery_options(
+            model,
+            options.finetune,
+            options.sequence_length,
+            options.distill,
+            options.device,
+        )
     config = load_config(model, trust, options.dtype)
     progress("planning")
     planned = make_entries(options, config)
@@ -161,7 +208,10 @@ def run_comparison(
     dense = load_model(model, options.dtype, trust, device)
     ffns = find_ffns(dense)
     check_vocabulary(dense, ids)
-    evaluation = _Evaluation(texts, length, options.max_tokens)
+    recovery = None
+    if tuning is not None:
+        recovery = plan_recovery(tuning, dense, ids, length)
+    evaluation = Evaluation(texts, length, options.max_tokens)
     dtype = str(dense.dtype).removeprefix("torch.")
     calibration = {
         "source": options.calibration,
@@ -174,42 +224,77 @@ def run_comparison(
         "dtype": dtype,
         "device": device.type,
         "calibration": calibration,
-        "calibration_tokens": _digest(ids),
+        "calibration_tokens": digest(ids),
         "texts": evaluation.digests(),
         "max_tokens": options.max_tokens,
-        "versions": _versions(),
+        "finetune": _finetune_settings(recovery),
+        "speed": options.speed,
+        "versions": _versions(recovery),
     }
     check_stream(ffns, calibration_sets[0].windows_NL)
-    results = _Results.resumed(options, settings)
+    results = Results.resumed(options, settings)
+    results.missing += planned.missing
     if not results.dense:
         progress("dense: evaluating")
         results.dense = evaluation.perplexities(dense)
         results.write()
-    left_out = list(planned.left_out)
-    trials = _Trials(dense, ffns, device, evaluation)
     cells = [(entry, seed) for entry in planned.entries for seed in seeds]
     keys = [entry.key(seed) for entry, seed in cells]
-    missing = [
+    undone = [
         (entry, seed)
         for entry, seed in cells
         if entry.key(seed) not in results.cells
     ]
+    if not undone:
+        return results.finish(keys)
+    dense_seconds = pass_seconds(dense, calibration_sets[0].windows_NL)
+    results.dense_seconds = dense_seconds
+    trials = Trials(
+        dense, ffns, device, evaluation, dense_seconds, recovery, options.speed
+    )
+    if recovery is not None and results.tuned_dense is None:
+        progress("dense: fine-tuning")
+        results.tuned_dense = trials.tuned_dense(recovery)
+        results.write()
     started = time.perf_counter()
-    for done, (entry, seed) in enumerate(missing):
+    for done, (entry, seed) in enumerate(undone):
+        seconds = time.perf_counter() - started
+        outlook = _outlook(done, len(undone), seconds)
         name = f"{entry.label}, {entry.plan.label}, seed {seed}"
         cell = results.twin(entry, seed)
         if cell is None:
-            seconds = time.perf_counter() - started
-            progress(f"{name} ({_outlook(done, len(missing), seconds)})")
-            try:
-                cell = trials.cell(entry, calibration_sets[seed], seed)
-            except MoesaicError as error:
-                # One that diverges must not cost the others.
-                left_out.append(f"without {name}: {error}")
-                continue
-        results.cells[entry.key(seed)] = cell
+            progress(f"{name} ({outlook})")
+            cell = _tried(trials, entry, calibration_sets[seed], seed, results)
+        if cell is not None:
+            results.cells[entry.key(seed)] = cell
+            if cell.tuning_failed:
+                lack = _lack(entry, seed, TUNING, cell.untuned or "")
+                results.missing.append(lack)
         results.write()
-    return results.finish(keys, left_out)
+    return results.finish(keys)
+
+
+def _tried(
+    trials: Trials,
+    entry: Entry,
+    calibration: CalibrationSet,
+    seed: int,
+    results: Results,
+) -> Cell | None:
+    """A cell, or None and the reason among what is missing: the others go on."""
+    try:
+        return trials.cell(entry, calibration, seed)
+    except Exception as error:  # of methods, of libraries, of memory
+        reason = reason_of(error)
+    results.missing.append(_lack(entry, seed, CONVERSION, reason))
+    return None
+
+
+def _lack(entry: Entry, seed: int, step: str, reason: str) -> Missing:
+    goal = entry.goal
+    return Missing(
+        entry.label, entry.role, goal.equal, goal.at, step, reason, seed
+    )
 
 
 def _outlook(done: int, total: int, seconds: float) -> str:
@@ -219,211 +304,6 @@ def _outlook(done: int, total: int, seconds: float) -> str:
         return count
     left = duration(seconds / done * (total - done))
     return f"{count}, {left} left"
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """The texts that every model is measured on."""
-
-    texts: dict[str, Tensor]
-    length: int
-    max_tokens: int
-
-    def perplexities(self, model: Any) -> dict[str, float]:
-        values = {}
-        for name, ids in self.texts.items():
-            value, _ = perplexity(model, ids, self.length, self.max_tokens)
-            values[name] = value
-        return values
-
-    def digests(self) -> dict[str, str]:
-        digests = {}
-        for name, ids in self.texts.items():
-            evaluated = ids[: self.max_tokens]
-            digests[name] = _digest(evaluated)
-        return digests
-
-
-@dataclass(frozen=True)
-class _Trials:
-    """The dense model, which every conversion starts from and leaves as it was."""
-
-    dense: Any
-    ffns: FFNs
-    device: torch.device
-    evaluation: _Evaluation
-
-    def cell(
-        self, entry: Entry, calibration: CalibrationSet, seed: int
-    ) -> Cell:
-        """Converts in memory, evaluates, and puts the dense FFNs back."""
-        seconds: dict[str, float] = {}
-        started = time.perf_counter()
-        plan = share_budgets(
-            self.dense, self.ffns, entry.plan, calibration, self.device, seed
-        )
-        seconds["budgets"] = time.perf_counter() - started
-        with self.ffns.restored():
-            stream = Stream(self.ffns, calibration.windows_NL, self.device)
-            run = Run(stream, plan, calibration, seed, seconds, trial=True)
-            layers = plan.method.convert(self.dense, calibration, plan, run)
-            plan = plan.settled(layers)
-            values = self.evaluation.perplexities(self.dense)
-        method = entry.method
-        repairs = isinstance(method, FFNMethod) and method.fits_weights
-        work = over_dense(plan)
-        loads = [layer.expert_load for layer in layers if layer.expert_load]
-        errors = [layer.relative_error for layer in layers]
-        better_static = [layer.layer for layer in layers if layer.better_static]
-        return Cell(
-            method=entry.label,
-            role=entry.role,
-            saves=method.saves,
-            routes=plan.moe.router is not None,
-            repairs=repairs,
-            equal=entry.goal.equal,
-            at=entry.goal.at,
-            sparsity=entry.sparsity,
-            seed=seed,
-            layout=plan.label,
-            shape=plan.words,
-            active_ffn_fraction=plan.macs.active_ffn_fraction,
-            macs=work.macs,
-            bytes=work.bytes,
-            ffn_macs=work.ffn_macs,
-            ffn_bytes=work.ffn_bytes,
-            perplexity=values,
-            relative_error=errors,
-            better_static=better_static,
-            load_max_over_mean=_unevenness(loads),
-            dead_experts=_dead_experts(loads),
-            notes=_notes(layers),
-            seconds=sum(seconds.values()),
-        )
-
-
-def _unevenness(loads: list[list[float]]) -> float | None:
-    """The most used expert's load over the mean, in the worst layer."""
-    ratios = []
-    for load in loads:
-        ratio = max(load) * len(load) / sum(load)
-        ratios.append(ratio)
-    return max(ratios, default=None)
-
-
-def _dead_experts(loads: list[list[float]]) -> int:
-    """Experts that hardly run, in all layers."""
-    dead = 0
-    for load in loads:
-        mean = sum(load) / len(load)
-        least = DEAD * mean
-        dead += sum(share < least for share in load)
-    return dead
-
-
-def _notes(layers: list[LayerReport]) -> list[str]:
-    notes: set[str] = set()
-    for layer in layers:
-        notes.update(layer.notes)
-    return sorted(notes)
-
-
-@dataclass
-class _Results:
-    """What is known so far, and the folder that it is kept in."""
-
-    options: CompareOptions
-    settings: dict[str, Any]
-    dense: dict[str, float]
-    cells: dict[str, Cell]
-
-    @classmethod
-    def resumed(
-        cls, options: CompareOptions, settings: dict[str, Any]
-    ) -> _Results:
-        """The cells that an earlier run finished.
-
-        Raises MoesaicError where it had other settings.
-        """
-        fresh = cls(options, settings, {}, {})
-        if options.output is None:
-            return fresh
-        path = options.output / "compare.json"
-        if not path.exists():
-            return fresh
-        if not options.resume:
-            raise MoesaicError(
-                f"{path} exists; pass --resume to go on with it, or choose another "
-                "output"
-            )
-        try:
-            values: dict[str, Any] = json.loads(path.read_text("utf-8"))
-            earlier_settings = values["settings"]
-            dense = values["dense"]
-            cells = {
-                key: Cell.from_dict(cell)
-                for key, cell in values["cells"].items()
-            }
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            raise MoesaicError(
-                f"{path} cannot be resumed ({error!r}); remove it"
-            ) from error
-        for key, value in settings.items():
-            earlier = earlier_settings.get(key)
-            if earlier != value:
-                raise MoesaicError(
-                    f"{path} was made with {key} = {earlier}, this run has {value}; "
-                    "choose another output"
-                )
-        return cls(options, settings, dense, cells)
-
-    def twin(self, entry: Entry, seed: int) -> Cell | None:
-        """The cell of another table that the same conversion has filled."""
-        ending = entry.conversion(seed)
-        for key, cell in self.cells.items():
-            if key.endswith(ending):
-                return replace(
-                    cell,
-                    method=entry.label,
-                    role=entry.role,
-                    equal=entry.goal.equal,
-                    at=entry.goal.at,
-                    sparsity=entry.sparsity,
-                )
-        return None
-
-    def to_dict(self) -> dict[str, Any]:
-        cells = {key: cell.to_dict() for key, cell in self.cells.items()}
-        return {"settings": self.settings, "dense": self.dense, "cells": cells}
-
-    def write(self, result: dict[str, Any] | None = None) -> None:
-        values = result
-        if values is None:
-            values = self.to_dict()
-            values["rows"] = []
-        text = json.dumps(values, indent=2)
-        _write(self.options.output, "compare.json", text + "\n")
-
-    def finish(self, keys: list[str], left_out: list[str]) -> dict[str, Any]:
-        """Ranks the cells of this run; writes table, page and plot."""
-        cells = [self.cells[key] for key in keys if key in self.cells]
-        rows = ranked(cells, self.dense)
-        result = self.to_dict()
-        result["rows"] = [row.to_dict() for row in rows]
-        result["remarks"] = left_out + remarks(rows)
-        self.write(result)
-        _write(self.options.output, "compare.csv", csv_text(rows))
-        page = markdown(self.settings, self.dense, rows, result["remarks"])
-        _write(self.options.output, "compare.md", page)
-        image = plot(self.settings["model"], self.dense, rows)
-        _write(self.options.output, "compare.png", image)
-        return result
 
 
 def _read_texts(
@@ -449,23 +329,21 @@ def _read_texts(
     return ids, texts
 
 
-def _versions() -> dict[str, str]:
-    names = ("moesaic", "torch", "transformers", "POT")
+def _finetune_settings(recovery: Recovery | None) -> dict[str, Any] | None:
+    """What rows are fine-tuned by, and on which tokens."""
+    if recovery is None:
+        return None
+    return {
+        "samples": recovery.settings.samples,
+        "sequence_length": recovery.settings.sequence_length,
+        "teacher": recovery.has_teacher,
+        "settings": recovery.settings.to_dict(),
+        "tokens": digest(recovery.windows_NL),
+    }
+
+
+def _versions(recovery: Recovery | None) -> dict[str, str]:
+    names = ["moesaic", "torch", "transformers", "POT"]
+    if recovery is not None:
+        names.append("peft")
     return {name: version(name) for name in names}
-
-
-def _digest(ids: Tensor) -> str:
-    content = ids.numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()
-
-
-def _write(output: Path | None, name: str, content: str | bytes) -> None:
-    """The whole file or the old one: a killed run leaves no half."""
-    if output is None:
-        return
-    path = output / name
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
-    except OSError as error:
-        raise MoesaicError(f"cannot write {path}: {error}") from error

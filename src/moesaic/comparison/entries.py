@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from moesaic.comparison.equal_work import Steps
+from moesaic.comparison.missing import PLANNING, Missing, reason_of
 from moesaic.comparison.options import SPARSITY, CompareOptions, Goal
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
@@ -57,44 +58,45 @@ class Entry:
 
 @dataclass(frozen=True)
 class Entries:
-    """All that is compared, and why some references are not."""
+    """All that is compared, and what is not, with the reasons."""
 
     entries: list[Entry]
-    left_out: list[str]
+    missing: list[Missing]
 
 
 def make_entries(options: CompareOptions, config: Any) -> Entries:
     """Plans every method and reference at every budget.
 
-    A reference that cannot meet a budget is left out, and at equal work a method too.
-    Raises MoesaicError for a method that cannot meet another budget, and where no
-    method is left.
+    One that is not for this model, or cannot meet a budget, is left out there. Raises
+    MoesaicError, with the first reason, where no method is left.
     """
     roles = [(method, METHOD) for method in options.methods]
     roles += [(method, REFERENCE) for method in options.references]
     planner = _Planner(options, config)
     entries: list[Entry] = []
-    left_out: list[str] = []
+    missing: list[Missing] = []
     for goal in options.goals:
         for method, role in roles:
             try:
                 entry = planner.entry(method, role, goal)
-            except MoesaicError as error:
-                if role == METHOD and not goal.is_work:
-                    raise
-                where = f" at {goal.words}" if goal.is_work else ""
-                left_out.append(f"without {method.name}{where}: {error}")
+            except Exception as error:  # whatever a method file does
+                reason = reason_of(error)
+                name = method.name
+                missing.append(
+                    Missing(name, role, goal.equal, goal.at, PLANNING, reason)
+                )
             else:
                 entries.append(entry)
     if options.methods and not any(entry.role == METHOD for entry in entries):
-        raise MoesaicError(left_out[0])
+        first = next(row for row in missing if row.role == METHOD)
+        raise MoesaicError(first.words)
     reference_names = [method.name for method in options.references]
     if "static-repaired" in reference_names:
         for goal in options.goals:
             equal_work = _static_of_equal_work(entries, config, goal)
             if equal_work is not None:
                 entries.append(equal_work)
-    return Entries(entries, left_out)
+    return Entries(entries, missing)
 
 
 @dataclass

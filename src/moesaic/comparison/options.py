@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesaic.errors import MoesaicError, unknown
+from moesaic.finetune.options import AUTO_TEACHER
 from moesaic.layout import GRAINS
 from moesaic.methods.base import Method
 
@@ -61,6 +62,9 @@ class CompareOptions:
     samples: int | None = None
     sequence_length: int | None = None
     max_tokens: int = TEXT_TOKENS
+    finetune: int | None = None
+    distill: str = AUTO_TEACHER
+    speed: bool = False
     output: Path | None = None
     resume: bool = False
     device: str = "auto"
@@ -82,6 +86,11 @@ class CompareOptions:
         if self.layout is not None and len(self.goals) > 1:
             raise MoesaicError(
                 f"layout {self.layout} fixes the budget; leave out sparsities and works"
+            )
+        if self.finetune is None and self.distill != AUTO_TEACHER:
+            raise MoesaicError(
+                f"distill {self.distill!r} is about fine-tuning; give finetune too, as "
+                "64 windows"
             )
         if self.grain not in GRAINS:
             raise unknown("grain", self.grain, GRAINS)

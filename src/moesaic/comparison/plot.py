@@ -24,7 +24,11 @@ _CAPTION = (
 )
 _LEAST_LOSS = 1e-3  # the lowest that is drawn: seeds differ by about as much
 _ROOM = 1.6  # between the last curve that is seen whole and the upper edge, as a factor
-_LINE_HEIGHT = 0.045  # of a label, as a part of the panel
+# In inches: of a label, of what stands above and below a panel, and of a usual figure.
+_LINE_HEIGHT = 0.24
+_MARGINS = 1.3
+_USUAL_HEIGHT = 6.5
+_MARKERS = ("o", "s", "D", "v")  # colours come again after nine curves
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,12 @@ class Point:
     work: float
     loss: float
     spread: float
+
+
+@dataclass(frozen=True)
+class _Look:
+    colour: Any
+    marker: str
 
 
 @dataclass(frozen=True)
@@ -109,24 +119,23 @@ def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
     from matplotlib.figure import Figure
 
     text = next(iter(dense))
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
     against_macs = curves(rows, text, lambda row: row.macs)
     against_bytes = curves(rows, text, lambda row: row.bytes)
-    palette = color_sequences["tab10"]
-    colours: dict[str, Any] = {}
-    for curve in against_macs:
-        number = len(set(colours.values()) - {_GREY})
-        colours[curve.method] = palette[number % len(palette)]
-        if curve.is_reference:
-            colours[curve.method] = _GREY
+    # One label a line beside each panel: the more curves, the higher.
+    height = max(_USUAL_HEIGHT, _MARGINS + _LINE_HEIGHT * len(against_macs))
+    figure = Figure(figsize=(13, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    # The eighth is a grey, which references have.
+    palette = [*color_sequences["tab10"][:7], *color_sequences["tab10"][8:]]
+    looks = _looks(against_macs, palette)
+    line_height = _LINE_HEIGHT / (height - _MARGINS)
     works = {
         "multiply-accumulates": against_macs,
         "bytes of weights read": against_bytes,
     }
     for panel, (words, found) in zip(panels, works.items(), strict=True):
-        _draw(panel, found, colours)
+        _draw(panel, found, looks, line_height)
         panel.set_xlabel(f"{words} for one token, over dense")
     panels[0].set_ylabel("perplexity over dense")
     model_name = Path(model).name
@@ -138,7 +147,26 @@ def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
     return image.getvalue()
 
 
-def _draw(panel: Any, found: list[Curve], colours: dict[str, Any]) -> None:
+def _looks(found: list[Curve], palette: Any) -> dict[str, _Look]:
+    """A colour and a marker for each method; references are grey."""
+    looks: dict[str, _Look] = {}
+    for curve in found:
+        number = sum(look.colour != _GREY for look in looks.values())
+        colour = palette[number % len(palette)]
+        marker = _MARKERS[number // len(palette) % len(_MARKERS)]
+        if curve.is_reference:
+            colour = _GREY
+            marker = "o"
+        looks[curve.method] = _Look(colour, marker)
+    return looks
+
+
+def _draw(
+    panel: Any,
+    found: list[Curve],
+    looks: dict[str, _Look],
+    line_height: float,
+) -> None:
     """The curves of one panel, work falling to the right, and their names there."""
     top = upper_edge(found)
     least = min(point.loss for curve in found for point in curve.points)
@@ -146,19 +174,19 @@ def _draw(panel: Any, found: list[Curve], colours: dict[str, Any]) -> None:
     panel.set_yscale("log")
     panel.set_ylim(bottom, top)
     for curve in found:
-        _draw_curve(panel, curve, colours[curve.method], top)
+        _draw_curve(panel, curve, looks[curve.method], top)
     panel.invert_xaxis()
     if panel.get_xlim()[0] > 1:
         panel.axvline(1.0, color=_GREY, linewidth=0.8)
-    panel.xaxis.set_major_formatter("{x:.2f}")
+    panel.xaxis.set_major_formatter("{x:.3g}")
     _label_losses(panel, bottom, top)
     panel.grid(visible=True, alpha=0.25)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
-    _name_curves(panel, found, colours, bottom, top)
+    _name_curves(panel, found, looks, bottom, top, line_height)
 
 
-def _draw_curve(panel: Any, curve: Curve, colour: Any, top: float) -> None:
+def _draw_curve(panel: Any, curve: Curve, look: _Look, top: float) -> None:
     works = [point.work for point in curve.points]
     losses = [point.loss for point in curve.points]
     down = []
@@ -172,10 +200,10 @@ def _draw_curve(panel: Any, curve: Curve, colour: Any, top: float) -> None:
         works,
         losses,
         yerr=[down, up],
-        color=colour,
+        color=look.colour,
         linestyle=":" if curve.is_reference else "-",
         linewidth=1.2 if curve.is_reference else 1.8,
-        marker="o",
+        marker=look.marker,
         markersize=4,
         capsize=3,
         zorder=2 if curve.is_reference else 3,
@@ -186,7 +214,7 @@ def _draw_curve(panel: Any, curve: Curve, colour: Any, top: float) -> None:
                 [point.work],
                 [top],
                 "^",
-                color=colour,
+                color=look.colour,
                 clip_on=False,
                 zorder=4 if curve.is_reference else 5,
             )
@@ -206,17 +234,15 @@ def _label_losses(panel: Any, bottom: float, top: float) -> None:
 def _name_curves(
     panel: Any,
     found: list[Curve],
-    colours: dict[str, Any],
+    looks: dict[str, _Look],
     bottom: float,
     top: float,
+    line_height: float,
 ) -> None:
     """Each name beside the panel, with a thin line to the end of its curve."""
     scale = math.log(top / bottom)
     heights = [math.log(curve.last.loss / bottom) / scale for curve in found]
-    # Names of curves that leave the panel stand above it.
-    outside = sum(curve.last.loss > top for curve in found)
-    most = 1.0 + outside * _LINE_HEIGHT
-    placed = spread_out(heights, _LINE_HEIGHT, most)
+    placed = spread_out(heights, line_height)
     for curve, height in zip(found, placed, strict=True):
         name = curve.method
         if curve.last.loss > top:
@@ -228,14 +254,14 @@ def _name_curves(
             (1.03, height),
             xycoords="data",
             textcoords="axes fraction",
-            color=colours[curve.method],
+            color=looks[curve.method].colour,
             fontsize=9,
             verticalalignment="center",
             annotation_clip=False,
             arrowprops={
                 "arrowstyle": "-",
                 "relpos": (0, 0.5),
-                "color": colours[curve.method],
+                "color": looks[curve.method].colour,
                 "linewidth": 0.5,
                 "alpha": 0.6,
             },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -39,7 +39,15 @@ class Cell:
     load_max_over_mean: float | None
     dead_experts: int
     notes: list[str]
-    seconds: float
+    seconds: float  # to convert, measuring the layers included
+    router_recall: float | None = None  # mean of layers
+    passes: float = (
+        0.0  # dense forward passes of the calibration set in that time
+    )
+    tuned_perplexity: dict[str, float] | None = None  # after fine-tuning
+    untuned: str | None = None  # why it was not fine-tuned
+    tuning_failed: bool = False  # a later run may do better
+    speed: float | None = None  # tokens per second over the dense model's
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cell:
@@ -77,6 +85,14 @@ class Row:
     notes: list[str]
     better_static: list[int]
     seconds: float
+    passes: float
+    layer_error: float | None
+    router_recall: float | None
+    tuned: dict[str, float] | None  # over the dense model as it came
+    tuned_spread: dict[str, float | None] | None
+    over_tuned_dense: dict[str, float] | None
+    untuned: str | None
+    speed: float | None
 
     @property
     def goal(self) -> Goal:
@@ -86,10 +102,15 @@ class Row:
         return asdict(self)
 
 
-def ranked(cells: list[Cell], dense: dict[str, float]) -> list[Row]:
+def ranked(
+    cells: list[Cell],
+    dense: dict[str, float],
+    tuned_dense: dict[str, float] | None = None,
+) -> list[Row]:
     """One row per goal and method: goals as they come, then best first.
 
-    Best is on the first text.
+    Best is on the first text, before fine-tuning. `tuned_dense` are the perplexities
+    of the dense model after fine-tuning, where methods were fine-tuned.
     """
     groups: dict[tuple[Goal, str], list[Cell]] = {}
     goals: dict[Goal, int] = {}
@@ -97,7 +118,7 @@ def ranked(cells: list[Cell], dense: dict[str, float]) -> list[Row]:
         goal = Goal(cell.equal, cell.at)
         goals.setdefault(goal, len(goals))
         groups.setdefault((goal, cell.method), []).append(cell)
-    rows = [_row(group, dense) for group in groups.values()]
+    rows = [_row(group, dense, tuned_dense) for group in groups.values()]
     first_text = next(iter(dense))
 
     def rank(row: Row) -> tuple[int, float]:
@@ -106,14 +127,25 @@ def ranked(cells: list[Cell], dense: dict[str, float]) -> list[Row]:
     return sorted(rows, key=rank)
 
 
-def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
+def _row(
+    cells: list[Cell],
+    dense: dict[str, float],
+    tuned_dense: dict[str, float] | None,
+) -> Row:
     first = cells[0]
-    means = {}
-    spreads = {}
-    for text, dense_perplexity in dense.items():
-        ratios = [cell.perplexity[text] / dense_perplexity for cell in cells]
-        means[text] = statistics.mean(ratios)
-        spreads[text] = _spread(ratios)
+    perplexities = [cell.perplexity for cell in cells]
+    means, spreads = _over(perplexities, dense)
+    tuned_perplexities = [
+        cell.tuned_perplexity
+        for cell in cells
+        if cell.tuned_perplexity is not None
+    ]
+    tuned = None
+    tuned_spread = None
+    over_tuned_dense = None
+    if tuned_perplexities and tuned_dense is not None:
+        tuned, tuned_spread = _over(tuned_perplexities, dense)
+        over_tuned_dense, _ = _over(tuned_perplexities, tuned_dense)
     loads = []
     notes: set[str] = set()
     better_static: set[int] = set()
@@ -123,6 +155,9 @@ def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
         notes.update(cell.notes)
         better_static.update(cell.better_static)
     seconds = [cell.seconds for cell in cells]
+    passes = [cell.passes for cell in cells]
+    errors = [error for cell in cells for error in cell.relative_error]
+    untuned = [cell.untuned for cell in cells if cell.untuned is not None]
     return Row(
         method=first.method,
         role=first.role,
@@ -146,7 +181,36 @@ def _row(cells: list[Cell], dense: dict[str, float]) -> Row:
         notes=sorted(notes),
         better_static=sorted(better_static),
         seconds=statistics.mean(seconds),
+        passes=statistics.mean(passes),
+        layer_error=_mean(errors),
+        router_recall=_mean([cell.router_recall for cell in cells]),
+        tuned=tuned,
+        tuned_spread=tuned_spread,
+        over_tuned_dense=over_tuned_dense,
+        untuned=untuned[0] if untuned else None,
+        speed=_mean([cell.speed for cell in cells]),
     )
+
+
+def _over(
+    perplexities: list[dict[str, float]], base: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float | None]]:
+    """By text, the mean over a base's perplexity and its spread over the seeds."""
+    means = {}
+    spreads = {}
+    for text, base_perplexity in base.items():
+        ratios = [values[text] / base_perplexity for values in perplexities]
+        means[text] = statistics.mean(ratios)
+        spreads[text] = _spread(ratios)
+    return means, spreads
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return statistics.mean(known)
 
 
 def _spread(values: list[float]) -> float | None:
@@ -165,8 +229,11 @@ def by_goal(rows: list[Row]) -> dict[Goal, list[Row]]:
 
 
 def remarks(rows: list[Row]) -> list[str]:
-    """What conversions noted, and where routing does not beat static pruning."""
-    lines = []
+    """What conversions noted, and where routing does not beat static pruning.
+
+    Also which rows were not fine-tuned where others were, and why.
+    """
+    lines = _untuned(rows)
     for row in rows:
         if row.saves:
             label = f"{row.method} {row.layout}"
@@ -174,6 +241,20 @@ def remarks(rows: list[Row]) -> list[str]:
     for goal, group in by_goal(rows).items():
         lines += _remarks_at(goal, group)
     return lines
+
+
+def _untuned(rows: list[Row]) -> list[str]:
+    """A line for each reason, with the methods that it keeps from fine-tuning."""
+    methods: dict[str, list[str]] = {}
+    for row in rows:
+        if row.untuned is not None:
+            named = methods.setdefault(row.untuned, [])
+            if row.method not in named:
+                named.append(row.method)
+    return [
+        f"not fine-tuned: {', '.join(named)} ({reason})"
+        for reason, named in methods.items()
+    ]
 
 
 def _remarks_at(goal: Goal, rows: list[Row]) -> list[str]:

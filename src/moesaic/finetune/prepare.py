@@ -35,6 +35,7 @@ from moesaic.output import draft as checkpoint
 
 MOST_TOKENS = 2**28  # 2 GB of ids
 DISTILLED = Mix(lm=0.5, logits=0.5, ffn=3.0)
+LINEARS_STAY = "linear layers that skip inputs, which are not fine-tuned yet"
 TEACHER_ADVICE = (
     "name it with --distill PATH, or train without a teacher by --distill none"
 )
@@ -90,14 +91,9 @@ def prepare(
     length = window_length([config], options.sequence_length)
     if text is None:
         text = _read_text(options, config, length)
-    _check_tokens(options.samples, length)
-    windows_NL = draw_windows(text.ids, options.samples, length, options.seed)
-    # Windows that were given may be too long.
-    window_length([config], windows_NL.shape[1])
-    batch_size = _batch_size(options, len(windows_NL))
-    windows_NL = whole_steps(windows_NL, batch_size)
-    hidden_size = config.get_text_config().hidden_size
-    settings = _settings(options, windows_NL, batch_size, hidden_size, teacher)
+    windows_NL, settings = windows_and_settings(
+        options, text.ids, length, config, has_teacher=teacher is not None
+    )
     return TrainingInput(
         options=options,
         settings=settings,
@@ -105,6 +101,30 @@ def prepare(
         windows_NL=windows_NL,
         teacher=teacher,
     )
+
+
+def windows_and_settings(
+    options: FinetuneOptions,
+    ids: Tensor,
+    length: int,
+    config: Any,
+    has_teacher: bool,
+) -> tuple[Tensor, Settings]:
+    """The windows (N, L) of whole steps, and the settings that follow from them.
+
+    Raises MoesaicError for a text or windows that do not do.
+    """
+    _check_tokens(options.samples, length)
+    windows_NL = draw_windows(ids, options.samples, length, options.seed)
+    # Windows that were given may be too long.
+    window_length([config], windows_NL.shape[1])
+    batch_size = _batch_size(options, len(windows_NL))
+    windows_NL = whole_steps(windows_NL, batch_size)
+    hidden_size = config.get_text_config().hidden_size
+    settings = _settings(
+        options, windows_NL, batch_size, hidden_size, has_teacher
+    )
+    return windows_NL, settings
 
 
 def _read_text(
@@ -126,8 +146,7 @@ def _check_converted(model: str, config: Any) -> None:
         )
     if config.moesaic.linears is not None:
         raise MoesaicError(
-            f"{model} has linear layers that skip inputs, which are not fine-tuned "
-            "yet; fine-tune a model whose FFNs were converted"
+            f"{model} has {LINEARS_STAY}; fine-tune a model whose FFNs were converted"
         )
 
 
@@ -244,11 +263,10 @@ def _settings(
     windows_NL: Tensor,
     batch_size: int,
     hidden_size: int,
-    teacher: str | None,
+    has_teacher: bool,
 ) -> Settings:
     samples, length = windows_NL.shape
     steps = samples // batch_size * options.epochs
-    has_teacher = teacher is not None
     lora_lr = options.lora_lr
     if lora_lr is None:
         lora_lr = usual_rate(steps, batch_size, hidden_size, has_teacher)

@@ -155,7 +155,7 @@ def run(
         if not is_first_process(options):
             return report
         load_again_if_sharded(trained, inputs)
-        windows_NL = load_windows(inputs)
+        windows_NL = first_windows(inputs.windows_NL)
         with torch.no_grad():
             refit_thresholds(trained.model, windows_NL)
         trained.loads_after = measure_loads(trained.model, windows_NL)
@@ -328,7 +328,7 @@ def load_again_if_sharded(trained: Trained, inputs: TrainingInput) -> None:
     gather(trained, model, inputs.settings)
 
 
-def load_windows(inputs: TrainingInput) -> Tensor:
+def first_windows(windows_NL: Tensor) -> Tensor:
     """The training windows on which loads, gates and thresholds are measured."""
-    count = LOAD_TOKENS // inputs.settings.sequence_length
-    return inputs.windows_NL[: max(1, count)]
+    count = LOAD_TOKENS // windows_NL.shape[1]
+    return windows_NL[: max(1, count)]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,31 +91,41 @@ def train(
             wrapped, settings.balance_rate, centre, loads.spread_L
         )
     losses = Losses(model, settings.mix, dense)
-    arguments = _arguments(model, settings, machine, folder)
     rows = []
     for window_L in windows_NL:
         row = {"input_ids": window_L, "labels": window_L}
         rows.append(row)
-    trainer = RecoveryTrainer(
-        model=wrapped,
-        args=arguments,
-        train_dataset=rows,
-        settings=settings,
-        balancer=balancer,
-        teacher=dense,
-        progress=machine.progress,
-    )
     checkpoint = None
     if resume and folder is not None:
         checkpoint = last_checkpoint(folder)
     path = None if checkpoint is None else str(checkpoint)
-    with masked(wrapped), replaced_forward(model, losses):
-        trainer.train(resume_from_checkpoint=path)
+    with _trainers_folder(folder) as place:
+        trainer = RecoveryTrainer(
+            model=wrapped,
+            args=_arguments(model, settings, machine, folder, place),
+            train_dataset=rows,
+            settings=settings,
+            balancer=balancer,
+            teacher=dense,
+            progress=machine.progress,
+        )
+        with masked(wrapped), replaced_forward(model, losses):
+            trainer.train(resume_from_checkpoint=path)
     log = trainer.state.log_history
     history = [line for line in log if "loss" in line]
     sharded = _gathered_adapter(trainer, folder)
     unwrapped = trainer.accelerator.unwrap_model(trainer.model)
     return Trained(unwrapped, history, loads, sharded)
+
+
+@contextmanager
+def _trainers_folder(folder: Path | None) -> Iterator[str]:
+    """Where Trainer may write. It makes a folder even where it saves nothing."""
+    if folder is not None:
+        yield str(folder)
+        return
+    with tempfile.TemporaryDirectory() as empty:
+        yield empty
 
 
 def _gathered_adapter(trainer: Trainer, folder: Path | None) -> Path | None:
@@ -134,9 +146,13 @@ def gather(trained: Trained, model: Any, settings: Settings) -> None:
 
 
 def _arguments(
-    model: Any, settings: Settings, machine: Machine, folder: Path | None
+    model: Any,
+    settings: Settings,
+    machine: Machine,
+    folder: Path | None,
+    place: str,
 ) -> TrainingArguments:
-    """The Trainer's arguments for a run."""
+    """The Trainer's arguments for a run; checkpoints only with a `folder`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     share = settings.batch_size // processes
     micro = windows_at_once(share, settings, machine)
@@ -146,7 +162,7 @@ def _arguments(
     if machine.tensorboard is not None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = machine.tensorboard
     arguments = TrainingArguments(
-        output_dir="unused" if folder is None else str(folder),
+        output_dir=place,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=share // micro,
         num_train_epochs=settings.epochs,

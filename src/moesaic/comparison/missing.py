@@ -1,0 +1,88 @@
+"""What a comparison lacks, and why: methods that cannot, and conversions that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from moesaic.comparison.options import Goal
+from moesaic.errors import MoesaicError
+
+# Where it ended.
+PLANNING = "planning"
+CONVERSION = "conversion"
+TUNING = "fine-tuning"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A method that is not in a table, or not in whole, with the reason in one line.
+
+    `seed` is None where no seed would help: the method is not for the model or the
+    budget.
+    """
+
+    method: str
+    role: str
+    equal: str
+    at: float | None
+    step: str
+    reason: str
+    seed: int | None = None
+
+    @property
+    def goal(self) -> Goal:
+        return Goal(self.equal, self.at)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was tried: a later run may do better."""
+        return self.step != PLANNING
+
+    @property
+    def words(self) -> str:
+        where = f" at {self.goal.words}"
+        if self.seed is not None:
+            where += f", seed {self.seed}"
+        return f"without {self.method}{where}: {self.reason}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Missing:
+        """From JSON. Raises KeyError where it was written by another version."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: values[name] for name in names})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one line; of other people's errors their kind too."""
+    lines = str(error).splitlines()
+    first_line = lines[0].strip() if lines else ""
+    if isinstance(error, MoesaicError):
+        return first_line
+    kind = type(error).__name__
+    return f"{kind}: {first_line}" if first_line else kind
+
+
+def lines_of(missing: list[Missing]) -> list[str]:
+    """What is in no table, a line each; for one reason in several tables, one in all.
+
+    Rows that were converted and not fine-tuned say so themselves.
+    """
+    tables: dict[tuple[str, str], list[Missing]] = {}
+    for row in missing:
+        if row.step == TUNING:
+            continue
+        key = (row.method, row.reason)
+        tables.setdefault(key, []).append(row)
+    lines = []
+    for group in tables.values():
+        first = group[0]
+        if len(group) == 1 or first.failed:
+            lines += [row.words for row in group]
+        else:
+            lines.append(f"without {first.method}: {first.reason}")
+    return lines
