@@ -70,3 +70,8 @@ def test_the_greedy_choice_is_the_best_single_block() -> None:
 def test_all_blocks_gone_is_refused() -> None:
     with pytest.raises(MoesaicError, match="leaves none of"):
         moesaic.convert(tiny_model("qwen3"), "sleb", calibration=WINDOWS, sparsity=0.99)
+
+
+def test_a_depth_by_another_name_is_refused() -> None:
+    with pytest.raises(MoesaicError, match="gpt2 model has no num_hidden_layers"):
+        moesaic.convert(tiny_model("gpt2"), "sleb", calibration=WINDOWS, sparsity=0.5)

@@ -18,6 +18,7 @@ from moesaic.methods.contents import METHODS
 from moesaic.parts.blocks import (
     DEPTH,
     block_changes,
+    depth_of,
     keep_blocks,
     loss_without,
 )
@@ -40,7 +41,7 @@ class SLEB(ModelMethod):
     )
 
     def changes(self, shape: ModelShape, sparsity: float) -> dict[str, Any]:
-        depth = shape.config[DEPTH]
+        depth = depth_of(shape.config)
         kept = round((1 - sparsity) * depth)
         if not kept:
             most = 1 - 1 / depth

@@ -11,9 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.errors import MoesaicError
 from moesaic.families import find_ffns
 
 DEPTH = "num_hidden_layers"
+
+
+def depth_of(config: Mapping[str, Any]) -> int:
+    """How many blocks a configuration says.
+
+    Raises MoesaicError where it says so by another name, as GPT-2's does.
+    """
+    depth = config.get(DEPTH)
+    if depth is None:
+        kind = config.get("model_type")
+        raise MoesaicError(
+            f"the configuration of a {kind} model has no {DEPTH}; blocks cannot be taken "
+            "out of it; take another method"
+        )
+    return int(depth)
 
 
 def block_changes(
@@ -23,7 +39,7 @@ def block_changes(
 
     Lists with an entry for each layer, such as `layer_types`, lose theirs too.
     """
-    depth = config[DEPTH]
+    depth = depth_of(config)
     changes: dict[str, Any] = {DEPTH: len(kept)}
     for name, value in config.items():
         by_layer = isinstance(value, list) and "layer" in name
