@@ -71,7 +71,8 @@ def test_wrapping_changes_nothing_and_trains_all_it_should() -> None:
     model = converted()
     before = logits(model)
     wrapped = wrap(model, 4, 8, freeze_router=False)
-    torch.testing.assert_close(logits(wrapped), before, rtol=1e-6, atol=1e-6)
+    # Wrapped experts gather tokens where the others compute all under a mask.
+    torch.testing.assert_close(logits(wrapped), before, rtol=1e-5, atol=1e-5)
     trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
     for part in ("q_proj", "o_proj", "shared_expert.up_proj", "experts", "expert_scale"):
         assert sum(part in name for name in trained) >= 3, part  # of three layers

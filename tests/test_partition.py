@@ -312,7 +312,8 @@ CUTTING = [name for name in METHODS if isinstance(load_method(name), ExpertMetho
 # What reads the whole model first is cut there (test_foreign_experts).
 CUTTING = [name for name in CUTTING if not load_method(name).needs]
 ROUTED = [name for name in CUTTING if name not in ("static", "static-repaired", "flap")]
-NEURONS = {"moesaic-neurons": "S0A33E{}"}  # the same budget in experts of one neuron
+# The same budget in experts of one neuron.
+NEURONS = dict.fromkeys(("moesaic-neurons", "cats", "griffin"), "S0A33E{}")
 
 
 def inputs_of(x_TD: torch.Tensor) -> FFNInputs:
