@@ -21,6 +21,15 @@ def _one_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts run on the tokens gathered for them, on a CPU too: what a GPU does.
+
+    Small ones are else computed all at once there, and no kernel of transformers runs.
+    """
+    monkeypatch.setattr("moesaic.modeling.block_moesaic.SMALL_EXPERT", 0)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of small real models and texts; absent on most machines."""

@@ -673,6 +673,11 @@ def test_advice_follows_from_the_facts_of_a_report() -> None:
     assert "--method" not in neurons
     assert "--method moesaic" in advice(method={"name": "cmoe"})
     assert "finetune" not in advice(method={"name": "oracle"})
+    assert "finetune" in advice(method={"name": "griffin"})
+    for name in ("teal", "wina", "sleb", "slicegpt"):  # these are refused there
+        other = advice(method={"name": name})
+        assert "finetune" not in other
+        assert "--target-ratio" not in other
 
 
 def test_a_bad_conversion_ends_with_advice(

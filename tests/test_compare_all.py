@@ -97,6 +97,21 @@ def test_who_cannot_is_named_with_the_reason_and_the_others_go_on(tmp_path: Path
     assert {lack.step for lack in found.missing} == {PLANNING}
 
 
+def test_griffin_is_not_measured_on_windows_that_are_all_prompt(folder: Path) -> None:
+    """It would come first, at the dense model's perplexity and a part of its work."""
+    griffin = moesaic.load_method("griffin", {"prompt": 16})
+    result = compared(folder, ["static", griffin], sequence_length=16, max_tokens=256)
+    assert {row["method"] for row in result["rows"]} == {"static"}
+    (lack,) = result["missing"]
+    assert lack["method"] == "griffin"
+    assert "perplexity would be the dense model's" in lack["reason"]
+    result = compared(folder, griffin, sequence_length=32, max_tokens=256)
+    (row,) = result["rows"]
+    assert row["notes"] == [
+        "the first 16 of 32 tokens of every window run whole; work is that of a token after them"
+    ]
+
+
 def test_what_is_missing_in_lines() -> None:
     """One reason for several budgets is said once; what failed is said for each."""
     never = [Missing("a", METHOD, SPARSITY, at, PLANNING, "no gate") for at in (0.25, 0.5)]

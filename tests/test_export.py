@@ -26,11 +26,11 @@ from moesaic.errors import MoesaicError
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
 from moesaic.export.gguf_vocab import PRE_TOKENIZERS, read_vocabulary
 from moesaic.export.scale import choose_scale, chosen
-from moesaic.export.stock import blocks
+from moesaic.export.stock import blocks, common_reasons
 from moesaic.export.verify import calls
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.output.atomic import new_path
-from tests.families import VOCABULARY, tokens
+from tests.families import CONTEXT, VOCABULARY, tiny_model, tokens
 from tests.stock_models import DENSE, converted_folder, dense_model, tokenizer
 
 TEXT = "the cat sat in a hat and the rat in a bin " * 60
@@ -472,6 +472,18 @@ def test_known_regular_expressions_have_their_names(name: str, pattern: str) -> 
     other = Tokenizer.from_str(json.dumps(spec))
     found = read_vocabulary(PreTrainedTokenizerFast(tokenizer_object=other), VOCABULARY)
     assert (found.model, found.pre) == ("gpt2", name)
+
+
+@pytest.mark.parametrize("name", ["griffin", "moebert", "read-me"])
+def test_nobody_is_sent_to_an_engine_that_does_not_run_the_model(name: str) -> None:
+    windows = tokens(8, CONTEXT, seed=1)
+    calibration: Any = {"a": windows[:4], "b": windows[4:]} if name == "read-me" else windows
+    model, _ = moesaic.convert(
+        tiny_model("llama"), name, sparsity=0.5, calibration=calibration
+    )  # fmt: skip
+    (reason,) = [one for one in common_reasons(model.config) if "its router is" in one]
+    assert "through transformers" in reason
+    assert "vLLM" not in reason
 
 
 # --- bad input ---------------------------------------------------------------------------------

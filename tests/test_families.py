@@ -145,6 +145,7 @@ def test_thresholds_and_repair_save_and_load_bit_equal(family: str, tmp_path: Pa
         torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("gathers")
 @family
 def test_experts_implementations_agree(family: str) -> None:
     ids = tokens(2, 48, seed=2)
@@ -180,6 +181,7 @@ def check_generation(family: str, method: str | Method) -> None:
     assert torch.equal(cached, model.generate(ids, use_cache=False, **ask))
 
 
+@pytest.mark.usefixtures("gathers")
 @family
 def test_every_parameter_gets_a_gradient_and_eager_agrees(family: str) -> None:
     ids = tokens(2, 48, seed=2)

@@ -26,6 +26,7 @@ from moesaic.methods.base import shape_of
 from moesaic.methods.g_moefication import expert_means
 from moesaic.methods.llama_moe_v2 import cluster_centroids
 from moesaic.methods.moebert import adapted_experts, core_size
+from moesaic.methods.read_me import refactor
 from moesaic.modeling import (
     MoesaicBlock,
     MoesaicEmbeddingRouter,
@@ -33,6 +34,7 @@ from moesaic.modeling import (
     MoesaicReplacement,
     MoesaicUnitMLPRouter,
     Sizes,
+    TokenIds,
     as_they_are,
     block_moesaic,
     new_router,
@@ -409,6 +411,12 @@ def test_experts_are_the_core_and_every_nth_of_the_rest() -> None:
     assert found_RM.tolist() == [[0, 1, 3, 5], [1, 3, 6, 7]]
 
 
+def test_llama_moe_v2_wants_a_token_for_every_cluster() -> None:
+    model = tiny_model("qwen3")
+    with pytest.raises(MoesaicError, match=r"8 calibration tokens cannot be cut into 13 clusters"):
+        moesaic.convert(model, "llama-moe-v2", "S0A3E13", WINDOWS[:1, :8])
+
+
 def hash_router(experts: int = 4, salt: int = 7) -> MoesaicHashRouter:
     method: Any = load_method("moebert", {"num_experts": experts})
     router = new_router(method.block(shape_of(random_ffn())), Sizes(0, 6, experts, 1, 12))
@@ -448,6 +456,32 @@ def test_a_hash_spreads_a_vocabulary_evenly(experts: int, salt: int) -> None:
         hash_router(experts, salt).experts_of(torch.arange(100)),
         hash_router(experts, salt + 1).experts_of(torch.arange(100)),
     )
+
+
+def test_an_embedding_may_lie_on_another_device_than_the_layer() -> None:
+    """As in a model that several devices hold, or whose layers visit the GPU one by one."""
+    table = nn.Embedding(9, 3)
+    ids = TokenIds(table)
+    ids.current = torch.tensor([4, 7])
+    assert ids.embedded(torch.empty(2, 6, device="meta")).device.type == "meta"
+    assert torch.equal(ids.embedded(torch.empty(2, 6)), table.weight[ids.current])
+
+
+def test_read_me_brings_every_layer_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that does not fit there stays on the CPU, and its layers come one by one."""
+    model = tiny_model("qwen3")
+    ffns = find_ffns(model)
+    calibration = CalibrationSet.joined([CalibrationSet(WINDOWS[:2]), CalibrationSet(WINDOWS[2:4])])
+    moved: list[Any] = []
+    to = nn.Module.to
+
+    def noted(module: nn.Module, *args: Any, **more: Any) -> Any:
+        moved.append(module)
+        return to(module, *args, **more)
+
+    monkeypatch.setattr(nn.Module, "to", noted)
+    refactor(Stream(ffns, calibration.windows_NL, CPU), calibration, 6)
+    assert moved == [layer for layer in ffns.layers for _ in ("there", "home")]
 
 
 @pytest.mark.parametrize("name", ["moebert", "read-me"])

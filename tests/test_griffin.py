@@ -167,6 +167,16 @@ def test_work_is_that_of_a_token_after_the_prompt() -> None:
     assert "chosen by the first 16 tokens" in report.shape
 
 
+@pytest.mark.parametrize("prompt", [0, CONTEXT, 128])
+def test_no_ratio_is_searched_for_where_windows_are_all_prompt(prompt: int) -> None:
+    """Every budget would give the dense perplexity, and the least would be taken."""
+    with pytest.raises(MoesaicError, match="perplexity would be the dense model's"):
+        moesaic.convert(
+            tiny_model("qwen3"), "griffin", target_ratio=1.05, calibration=WINDOWS,
+            settings={"prompt": prompt}, sequence_length=CONTEXT,
+        )  # fmt: skip
+
+
 def test_what_sees_no_sequences_is_refused() -> None:
     with pytest.raises(MoesaicError, match="is a mixture of experts"):
         moesaic.convert(tiny_mixture("mixtral"), "griffin", sparsity=0.5, calibration=WINDOWS)

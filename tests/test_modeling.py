@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import silu
 
 import moesaic
-from moesaic.modeling import MoesaicBlock, MoesaicConfig, config_class_for
+from moesaic.modeling import MoesaicBlock, MoesaicConfig, block_moesaic, config_class_for
 from tests import reference
 from tests.families import CONTEXT, tiny_model, tokens
 
@@ -31,17 +31,20 @@ def matrices(block: MoesaicBlock) -> tuple[Any, list[Any]]:
     return (shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight), experts
 
 
+@pytest.mark.usefixtures("gathers")
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("count", [1, 2, 17])
 def test_outputs_and_gradients_equal_the_double_loop(implementation: str, count: int) -> None:
     block = block_of("qwen3")  # no biases, which the twin does not know
     block.experts.config._experts_implementation_internal = implementation
+    called = calls_of(block)
     with torch.no_grad():
         block.router.expert_scale.normal_()
         block.router.selection_bias.normal_()
     x = torch.randn(count, 32, requires_grad=True)
     probe = torch.randn(count, 32)
     (block(x) * probe).sum().backward()
+    assert called == ["gathered"]
     fast = {name: p.grad.clone() for name, p in block.named_parameters()} | {"x": x.grad.clone()}
     block.zero_grad()
     twin_x = x.detach().clone().requires_grad_(True)
@@ -53,6 +56,42 @@ def test_outputs_and_gradients_equal_the_double_loop(implementation: str, count:
     slow = {name: p.grad for name, p in block.named_parameters()} | {"x": twin_x.grad}
     for name, value in fast.items():
         torch.testing.assert_close(value, slow[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 17])
+def test_small_experts_on_a_cpu_are_computed_all_at_once(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same outputs and gradients as experts on gathered tokens."""
+    block = block_of()
+    called = calls_of(block)
+    with torch.no_grad():
+        block.router.expert_scale.normal_()
+        block.router.selection_bias.normal_()
+    x = torch.randn(count, 32)
+    probe = torch.randn(count, 32)
+    found = []
+    for most in (block_moesaic.SMALL_EXPERT, 0):
+        monkeypatch.setattr(block_moesaic, "SMALL_EXPERT", most)
+        block.zero_grad()
+        y = block(x)
+        (y * probe).sum().backward()
+        gradients = {name: p.grad.clone() for name, p in block.named_parameters()}
+        found.append(gradients | {"y": y.detach()})
+    assert called == ["all", "gathered"]
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def calls_of(block: MoesaicBlock) -> list[str]:
+    """Fills with how its experts are called: on gathered tokens, or all of them."""
+    called: list[str] = []
+
+    def note(module: Any, args: Any) -> None:
+        called.append("all" if args[1] is None else "gathered")
+
+    block.experts.register_forward_pre_hook(note)
+    return called
 
 
 def test_scores_are_the_representatives_hidden_activations() -> None:

@@ -72,6 +72,12 @@ def test_all_blocks_gone_is_refused() -> None:
         moesaic.convert(tiny_model("qwen3"), "sleb", calibration=WINDOWS, sparsity=0.99)
 
 
+def test_no_block_gone_is_refused() -> None:
+    """Else a table would call the dense model sparse."""
+    with pytest.raises(MoesaicError, match="takes out none of"):
+        moesaic.convert(tiny_model("qwen3"), "sleb", calibration=WINDOWS, sparsity=0.01)
+
+
 def test_a_depth_by_another_name_is_refused() -> None:
     with pytest.raises(MoesaicError, match="gpt2 model has no num_hidden_layers"):
         moesaic.convert(tiny_model("gpt2"), "sleb", calibration=WINDOWS, sparsity=0.5)

@@ -170,3 +170,5 @@ def test_mixtures_and_all_axes_gone_are_refused() -> None:
         moesaic.convert(tiny_mixture("mixtral"), "slicegpt", sparsity=0.25, calibration=WINDOWS)
     with pytest.raises(MoesaicError, match="leaves none of"):
         moesaic.convert(tiny_model("qwen3"), "slicegpt", sparsity=0.95, calibration=WINDOWS)
+    with pytest.raises(MoesaicError, match="cuts off none of"):
+        moesaic.convert(tiny_model("qwen3"), "slicegpt", sparsity=0.01, calibration=WINDOWS)

@@ -269,6 +269,7 @@ def test_bfloat16_scores_are_computed_in_float32() -> None:
 # --- the block ---------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("gathers")
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("count", [1, 2, 17])
 @by_threshold

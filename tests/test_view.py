@@ -34,6 +34,9 @@ from moesaic.parts.energies import expert_energies, expert_grams
 from tests import reference
 from tests.families import CONTEXT, FAMILIES, tiny_model, tokens
 
+# Without, both sides of a comparison would be computed under a mask.
+pytestmark = pytest.mark.usefixtures("gathers")
+
 CPU = torch.device("cpu")
 WINDOWS = tokens(4, CONTEXT, seed=1)
 # Biases everywhere, fused, without a gate and Conv1D, inlined, biases without a gate.

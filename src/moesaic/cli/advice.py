@@ -46,15 +46,34 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
         )
     steps += _other_methods(method)
     skipped = 1 - report.active_ffn_fraction
+    replaces_ffns = _replaces_ffns(method)
     if skipped > 0:
-        steps.append(
-            f"a lower sparsity: this one skips {skipped:.0%} of the FFN neurons; or "
-            f"--target-ratio {ACCEPTABLE_RATIO}, which finds how much can be skipped"
+        lower = (
+            f"a lower sparsity: this one skips {skipped:.0%} of the FFN neurons"
         )
-    if method in METHODS and METHODS[method].runs is not None:
+        if replaces_ffns:
+            lower += (
+                f"; or --target-ratio {ACCEPTABLE_RATIO}, which finds how much can "
+                "be skipped"
+            )
+        steps.append(lower)
+    if replaces_ffns:
         command = ["moesaic", "finetune", output, "--output", f"{output}-tuned"]
         steps.append(f"a little training: {shlex.join(command)}")
     return steps
+
+
+def _replaces_ffns(method: str) -> bool:
+    """Whether what it makes can be fine-tuned, and has experts that a target counts.
+
+    Not where linear layers or the whole model are changed.
+    """
+    from moesaic.methods.base import FFNMethod
+    from moesaic.methods.load import load_method
+
+    if method not in METHODS or METHODS[method].runs is None:
+        return False
+    return isinstance(load_method(method), FFNMethod)
 
 
 def _could_be_finer(report: ConversionReport) -> bool:

@@ -14,10 +14,11 @@ from moesaic.comparison.missing import PLANNING, Missing, reason_of
 from moesaic.comparison.options import SPARSITY, CompareOptions, Goal
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
-from moesaic.conversion.prepare import check_needs
+from moesaic.conversion.prepare import check_needs, check_windows
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import meta_model
 from moesaic.families import find_ffns
+from moesaic.families.load import window_length
 from moesaic.layout import Layout
 from moesaic.methods.base import Budget, FFNMethod, Method
 from moesaic.methods.load import load_method
@@ -108,6 +109,11 @@ class _Planner:
     steps: dict[str, Steps] = field(default_factory=dict)
 
     @cached_property
+    def length(self) -> int:
+        """Tokens of the windows that perplexities are measured on."""
+        return window_length([self.config], self.options.sequence_length)
+
+    @cached_property
     def neurons(self) -> int:
         """Of one dense FFN."""
         ffns = find_ffns(meta_model(self.config))
@@ -117,6 +123,11 @@ class _Planner:
     def entry(self, method: Method, role: str, goal: Goal) -> Entry:
         """Raises MoesaicError for a budget that the method cannot meet."""
         check_needs(method, domains=1)
+        entry = self._planned(method, role, goal)
+        check_windows(entry.plan, self.length)
+        return entry
+
+    def _planned(self, method: Method, role: str, goal: Goal) -> Entry:
         if goal.is_work:
             steps = self._steps(method)
             sparsity, plan = steps.nearest(goal)

@@ -167,7 +167,7 @@ class Trials:
             better_static=better_static,
             load_max_over_mean=_unevenness(loads),
             dead_experts=_dead_experts(loads),
-            notes=_notes(layers),
+            notes=_notes(layers) + _note_on_prompt(plan, self.evaluation),
             seconds=seconds,
             router_recall=_mean_recall(layers),
             passes=seconds / self.dense_seconds,
@@ -228,6 +228,20 @@ def own_model(converted: Any, plan: Plan) -> Any:
     kernels = model.get_correct_experts_implementation(None)
     config._experts_implementation = kernels
     return model
+
+
+def _note_on_prompt(plan: Plan, evaluation: Evaluation) -> list[str]:
+    """What of a window runs whole, where its first tokens choose for the others.
+
+    Work is that of the others.
+    """
+    router = plan.moe.router
+    if router is None or router.prompt is None:
+        return []
+    return [
+        f"the first {router.prompt} of {evaluation.length} tokens of every window run "
+        "whole; work is that of a token after them"
+    ]
 
 
 def _unevenness(loads: list[list[float]]) -> float | None:

@@ -66,7 +66,7 @@ def check_conversion(options: ConvertOptions) -> Prepared:
     Writes nothing.
     """
     prepared = prepare(options)
-    check_target(options, prepared.validation)
+    check_target(prepared)
     return prepared
 
 

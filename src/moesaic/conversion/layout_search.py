@@ -14,9 +14,8 @@ from rich.console import Console
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
 from moesaic.conversion.layer_error import measure_layer
-from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan, make_plan
-from moesaic.conversion.prepare import Prepared, ValidationText
+from moesaic.conversion.prepare import Prepared, check_windows
 from moesaic.conversion.run import Run, ffn_inputs, set_view
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
@@ -112,13 +111,12 @@ def _layer_error(
     return report.relative_error
 
 
-def check_target(
-    options: ConvertOptions, validation: ValidationText | None
-) -> None:
+def check_target(prepared: Prepared) -> None:
     """Raises MoesaicError where a target contradicts other options.
 
     Or where it cannot be measured.
     """
+    options = prepared.options
     target = options.target_ratio
     if target is None:
         return
@@ -136,7 +134,8 @@ def check_target(
         raise MoesaicError(
             f"target ratio {target} is outside (1, 1000); 1.03 allows 3 % more perplexity"
         )
-    if validation is None:
+    check_windows(prepared.plans[0], prepared.length)
+    if prepared.validation is None:
         raise MoesaicError(
             "a target ratio needs held-out text, and the calibration text is too short "
             "to keep a tenth of it; give a longer text"

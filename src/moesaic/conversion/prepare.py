@@ -170,6 +170,25 @@ def check_needs(method: Method, domains: int) -> None:
         )
 
 
+def check_windows(plan: Plan, length: int) -> None:
+    """Raises MoesaicError where windows of that length would show nothing skipped.
+
+    So for a method that runs the first tokens of a window whole, and windows that have
+    no others.
+    """
+    router = plan.moe.router
+    if router is None or router.prompt is None:
+        return
+    if 0 < router.prompt < length:
+        return
+    first = f"the first {router.prompt}" if router.prompt else "all"
+    raise MoesaicError(
+        f"method {plan.method.name!r} with prompt={router.prompt} runs {first} tokens of a "
+        f"window whole, and windows have {length}: perplexity would be the dense "
+        "model's; take a prompt shorter than --sequence-length"
+    )
+
+
 def usual_samples(plan: Plan, length: int) -> int:
     """The paper's 8 windows; where weights are fitted, 12 tokens a neuron.
 

@@ -19,10 +19,18 @@ _OTHER_ROUTER = (
     "convert with --method moesaic, or serve this model as it is through transformers or vLLM's "
     "Transformers backend (docs/serving.md)"
 )
+# What vLLM's backend does not run: a prompt's choice, and token ids in a layer.
+_TRANSFORMERS_ONLY = ("prompt", "hash", "embedding")
+_IN_TRANSFORMERS = "convert with --method moesaic, or serve this model as it is through transformers"
 
 
 def check_converted_model(config: Any, name: str) -> None:
     """Raises MoesaicError for what moesaic has not converted."""
+    if getattr(config, "moesaic_conversion", None):
+        raise MoesaicError(
+            f"{name} is a {config.model_type} model as it is, which other engines load by "
+            "themselves; there is nothing to export"
+        )
     if config.model_type != "moesaic":
         raise MoesaicError(
             f"{name} is a {config.model_type} model that moesaic has not converted; run moesaic "
@@ -74,8 +82,11 @@ def _router_reasons(moe: MoEConfig) -> list[str]:
         ]
     reasons = []
     if not router.is_matrix:
+        advice = _OTHER_ROUTER
+        if router.kind in _TRANSFORMERS_ONLY:
+            advice = _IN_TRANSFORMERS
         reasons.append(
-            f"its router is {router.kind}, stock ones are a matrix; {_OTHER_ROUTER}"
+            f"its router is {router.kind}, stock ones are a matrix; {advice}"
         )
     if not router.fixed_count:
         reasons.append(

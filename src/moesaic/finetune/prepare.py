@@ -139,6 +139,12 @@ def _read_text(
 
 
 def _check_converted(model: str, config: Any) -> None:
+    if getattr(config, "moesaic_conversion", None):
+        raise MoesaicError(
+            f"{model} is a {config.model_type} model as it is, and moesaic finetune is for "
+            "experts; train it like any model of its family, or convert with another "
+            "method"
+        )
     if config.model_type != "moesaic":
         raise MoesaicError(
             f"{model} is a {config.model_type} model that moesaic has not converted; "

@@ -204,8 +204,16 @@ def profile_layers(
 def cluster_centroids(
     x_TD: Tensor, clusters: int, rounds: int, generator: np.random.Generator
 ) -> Tensor:
-    """Centroids (R, D) of balanced clusters of tokens; the last few may be left out."""
-    size = max(len(x_TD) // clusters, 1)
+    """Centroids (R, D) of balanced clusters of tokens; the last few may be left out.
+
+    Raises MoesaicError for fewer tokens than clusters.
+    """
+    size = len(x_TD) // clusters
+    if not size:
+        raise MoesaicError(
+            f"{len(x_TD)} calibration tokens cannot be cut into {clusters} clusters, "
+            "one for each routed expert; take more --samples or fewer experts"
+        )
     x_TD = x_TD[: size * clusters]
     tokens_T = np.arange(len(x_TD))
     token_RM = rows_kmeans(x_TD, tokens_T, clusters, rounds, generator)

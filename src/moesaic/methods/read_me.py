@@ -195,7 +195,9 @@ def refactor(
     dense = Stream(ffns, calibration.windows_NL, stream.device)
     experts = {}
     target_TR = torch.zeros(len(domain_T), domains)
-    for layer in range(len(ffns.layers)):
+    for layer, module in enumerate(ffns.layers):
+        home = next(module.parameters()).device
+        module.to(stream.device)
         blocks = list(dense.ffn_inputs(layer))
         if layer in ffns.converted:
             ffn = ffns.read(layer)
@@ -208,6 +210,7 @@ def refactor(
             ]
             target_TR += torch.cat(targets).cpu()
         dense.advance(layer, blocks)
+        module.to(home)
     target_TR /= len(ffns.converted)
 
     token_ids = token_ids_of(ffns.base)

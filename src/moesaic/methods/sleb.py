@@ -49,6 +49,11 @@ class SLEB(ModelMethod):
                 f"sparsity {sparsity} leaves none of {depth} blocks; take at most "
                 f"{most:.2f}"
             )
+        if kept == depth and sparsity:
+            raise MoesaicError(
+                f"sparsity {sparsity} takes out none of {depth} blocks; take more than "
+                f"{0.5 / depth:.2f}"
+            )
         # Which ones stay is not known yet; any choice is as much work.
         return block_changes(shape.config, range(kept))
 

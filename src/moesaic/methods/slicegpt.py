@@ -55,10 +55,15 @@ class SliceGPT(ModelMethod):
                 f"sparsity {sparsity} leaves none of {width} axes; take at most "
                 f"{most:.2f}"
             )
+        if kept >= width and sparsity:
+            raise MoesaicError(
+                f"sparsity {sparsity} cuts off none of {width} axes, which stay in groups "
+                f"of {ROUND}; take at least {ROUND / width:.2f}"
+            )
         heads = shape.config["num_attention_heads"]
         head_size = shape.config.get("head_dim") or width // heads
         return {
-            "hidden_size": min(kept, width),
+            "hidden_size": kept,
             "head_dim": head_size,
             "tie_word_embeddings": False,
         }

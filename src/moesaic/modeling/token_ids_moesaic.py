@@ -37,18 +37,25 @@ class TokenIds:
 
         Raises ValueError where the model was called without ids.
         """
+        return self._checked(x_TD).to(x_TD.device)
+
+    def embedded(self, x_TD: Tensor) -> Tensor:
+        """Rows of the model's embedding for these tokens (T, D).
+
+        The embedding may lie on another device than the layer that asks.
+        """
+        assert self.table is not None
+        weight = self.table.weight
+        ids_T = self._checked(x_TD).to(weight.device)
+        return embedding(ids_T, weight).to(x_TD.device)
+
+    def _checked(self, x_TD: Tensor) -> Tensor:
         if self.current is None or len(self.current) != len(x_TD):
             raise ValueError(
                 "this model routes by token ids; call it with input_ids, and not with "
                 "inputs_embeds"
             )
-        return self.current.to(x_TD.device)
-
-    def embedded(self, x_TD: Tensor) -> Tensor:
-        """Rows of the model's embedding for these tokens (T, D)."""
-        ids_T = self.of(x_TD)
-        assert self.table is not None
-        return embedding(ids_T, self.table.weight)
+        return self.current
 
 
 def token_ids_of(base_model: nn.Module) -> TokenIds:
