@@ -21,7 +21,9 @@ _OTHER_ROUTER = (
 )
 # What vLLM's backend does not run: a prompt's choice, and token ids in a layer.
 _TRANSFORMERS_ONLY = ("prompt", "hash", "embedding")
-_IN_TRANSFORMERS = "convert with --method moesaic, or serve this model as it is through transformers"
+_IN_TRANSFORMERS = (
+    "convert with --method moesaic, or serve it as it is through transformers"
+)
 
 
 def check_converted_model(config: Any, name: str) -> None:
