@@ -23,7 +23,7 @@ AIMS = {
     ("static-repaired", 0.5): 2.00,
 }
 # (share of the dense FFNs' bytes): perplexity over dense of moesaic-neurons, at most.
-AIMS_BY_BYTES = {0.5: 1.02, 0.667: 1.012}
+AIMS_BY_BYTES = {0.5: 1.02, 0.667: 1.012, 0.75: 1.006}
 LENGTH = 1024
 SAMPLES = 16
 TEST_TOKENS = 8192
