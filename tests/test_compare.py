@@ -17,6 +17,7 @@ from moesaic.comparison.options import SPARSITY
 from moesaic.comparison.rows import Cell, ranked, remarks
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
+from moesaic.methods.load import load_method
 
 SMALL: dict[str, Any] = {
     "calibration": "demo", "seeds": 2, "samples": 2, "sequence_length": 64, "max_tokens": 256,
@@ -162,6 +163,15 @@ def test_unknown_and_repeated_methods_are_refused() -> None:
         moesaic.compare("demo", ["moesaik"], **SMALL)
     with pytest.raises(MoesaicError, match="once"):
         moesaic.compare("demo", ["cmoe", "cmoe"], **SMALL)
+
+
+def test_two_settings_of_one_method_stand_side_by_side() -> None:
+    """Each row is called by what differs from the defaults, and has its own result."""
+    few = load_method("cmoe", {"activation_top_k": 1})
+    result = moesaic.compare("demo", ["cmoe", few], references=(), **SMALL)
+    ratios = {row["method"]: row["ratio"] for row in result["rows"]}
+    assert set(ratios) == {"cmoe", "cmoe activation_top_k=1"}
+    assert ratios["cmoe"] != ratios["cmoe activation_top_k=1"]
 
 
 def test_the_command_prints_tables(

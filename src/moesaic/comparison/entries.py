@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from moesaic.comparison.equal_work import Steps
+from moesaic.comparison.labels import labels_of
 from moesaic.comparison.missing import PLANNING, Missing, reason_of
 from moesaic.comparison.options import SPARSITY, CompareOptions, Goal
 from moesaic.conversion.options import make_budget
@@ -71,20 +72,21 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
     One that is not for this model, or cannot meet a budget, is left out there. Raises
     MoesaicError, with the first reason, where no method is left.
     """
-    roles = [(method, METHOD) for method in options.methods]
-    roles += [(method, REFERENCE) for method in options.references]
+    methods = options.methods + options.references
+    labels = labels_of(methods)
+    roles = [METHOD] * len(options.methods)
+    roles += [REFERENCE] * len(options.references)
     planner = _Planner(options, config)
     entries: list[Entry] = []
     missing: list[Missing] = []
     for goal in options.goals:
-        for method, role in roles:
+        for method, label, role in zip(methods, labels, roles, strict=True):
             try:
-                entry = planner.entry(method, role, goal)
+                entry = planner.entry(method, label, role, goal)
             except Exception as error:  # whatever a method file does
                 reason = reason_of(error)
-                name = method.name
                 missing.append(
-                    Missing(name, role, goal.equal, goal.at, PLANNING, reason)
+                    Missing(label, role, goal.equal, goal.at, PLANNING, reason)
                 )
             else:
                 entries.append(entry)
@@ -120,36 +122,38 @@ class _Planner:
         first_ffn = ffns.read(ffns.converted[0])
         return first_ffn.intermediate_size
 
-    def entry(self, method: Method, role: str, goal: Goal) -> Entry:
+    def entry(self, method: Method, label: str, role: str, goal: Goal) -> Entry:
         """Raises MoesaicError for a budget that the method cannot meet."""
         check_needs(method, domains=1)
-        entry = self._planned(method, role, goal)
+        entry = self._planned(method, label, role, goal)
         check_windows(entry.plan, self.length)
         return entry
 
-    def _planned(self, method: Method, role: str, goal: Goal) -> Entry:
+    def _planned(
+        self, method: Method, label: str, role: str, goal: Goal
+    ) -> Entry:
         if goal.is_work:
-            steps = self._steps(method)
+            steps = self._steps(method, label)
             sparsity, plan = steps.nearest(goal)
-            return Entry(method.name, role, goal, sparsity, plan)
+            return Entry(label, role, goal, sparsity, plan)
         options = self.options
         budget = Budget(None, goal.at, options.grain)
         if options.layout is not None:
             budget = make_budget(options.layout)
         plan = make_plan(self.config, options.model, method, budget)
-        return Entry(method.name, role, goal, goal.at, plan)
+        return Entry(label, role, goal, goal.at, plan)
 
-    def _steps(self, method: Method) -> Steps:
-        if method.name not in self.steps:
+    def _steps(self, method: Method, label: str) -> Steps:
+        if label not in self.steps:
             options = self.options
-            self.steps[method.name] = Steps(
+            self.steps[label] = Steps(
                 self.config,
                 options.model,
                 method,
                 options.grain,
                 self.neurons,
             )
-        return self.steps[method.name]
+        return self.steps[label]
 
 
 def _static_of_equal_work(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moesaic.comparison.labels import labels_of
 from moesaic.errors import MoesaicError, unknown
 from moesaic.finetune.options import AUTO_TEACHER
 from moesaic.layout import GRAINS
@@ -72,11 +73,7 @@ class CompareOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        methods = self.methods + self.references
-        names = [method.name for method in methods]
-        if len(set(names)) < len(names):
-            listed = ", ".join(names)
-            raise MoesaicError(f"methods {listed}: each name once")
+        labels_of(self.methods + self.references)
         if self.seeds < 1 or self.max_tokens < 2 or not self.goals:
             sparsities = list(self.sparsities)
             raise MoesaicError(

@@ -28,6 +28,7 @@ from moesaic.methods.base import (
     ModelShape,
     block_config,
     neuron_layout,
+    refuse_mixture,
     shape_of,
 )
 from moesaic.methods.contents import METHODS
@@ -53,11 +54,7 @@ class CATS(FFNMethod):
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
         """Every neuron alone. Raises MoesaicError for a mixture or FFNs without gates."""
-        if shape.outer is not None:
-            raise MoesaicError(
-                f"{shape.name} is a mixture of experts, and method {self.name!r} is for "
-                "FFNs of dense models; take another method"
-            )
+        refuse_mixture(self, shape, "is for FFNs of dense models")
         if not shape.ffn.gated:
             raise MoesaicError(
                 f"{shape.name} has FFNs without a gate, and method {self.name!r} goes by "

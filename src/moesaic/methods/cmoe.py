@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from moesaic.calibration.statistics import StatisticsKind
 from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
+from moesaic.methods.expert_method import ExpertMethod, LayerFit
 from moesaic.modeling import RouterConfig
 from moesaic.parts import representatives
 from moesaic.parts.clustering import balanced_kmeans
-from moesaic.parts.importance import activation_rate
+from moesaic.parts.importance import activation_rate, split_shared
 from moesaic.parts.partition import Partition
 from moesaic.parts.representatives import representative
 

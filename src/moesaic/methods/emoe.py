@@ -15,24 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.calibration.statistics import PLAIN, StatisticsKind
 from moesaic.families import DenseFFN
 from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
+from moesaic.methods.expert_method import LayerFit
+from moesaic.methods.router_choice import RouterChoice, router_setting
 from moesaic.modeling import RouterConfig, new_router
-from moesaic.parts.clustering import rows_kmeans
-from moesaic.parts.importance import contribution
+from moesaic.parts.clustering import alike_rows
 from moesaic.parts.partition import Partition
-from moesaic.parts.representatives import (
-    ANALYTICAL,
-    ANALYTICAL_TOP_K,
-    analytical_router,
-)
 
 
 @dataclass(frozen=True)
-class EMoE(ExpertMethod):
+class EMoE(RouterChoice):
     """Balanced k-means on keys; the average-k router. No shared expert.
 
     Where a layout has shared neurons all the same, they are those that add most.
@@ -43,47 +37,23 @@ class EMoE(ExpertMethod):
     shared_experts = 0
 
     kmeans_rounds: int = setting(20, "Rounds of balanced k-means, at most.", 1)
-    router: str = setting(
-        "average",
-        "What scores an expert: the mean of its keys, or one neuron as in cmoe.",
-        choices=("average", ANALYTICAL),
-    )
+    router: str = router_setting("average", "the mean of its keys")
 
-    @property
-    def statistics_kind(self) -> StatisticsKind:  # type: ignore[override]
-        if self.router == ANALYTICAL:
-            return StatisticsKind(ANALYTICAL_TOP_K)
-        return PLAIN
-
-    def router_config(self, ffn: FFNShape) -> RouterConfig:
-        if self.router == ANALYTICAL:
-            return RouterConfig("neuron-copies", "topk")
+    def own_router_config(self, ffn: FFNShape) -> RouterConfig:
         return RouterConfig("linear", "topk")
 
     def partition(self, fit: LayerFit) -> Partition:
-        contribution_F = contribution(fit.statistics, fit.ffn)
-        shared_S, others_N = split_shared(contribution_F, fit.sizes.shared)
-        index_N = torch.from_numpy(others_N).to(fit.device)
-        key_ND = keys(fit.ffn)[index_N]
-        experts_RM = rows_kmeans(
-            key_ND,
-            others_N,
-            fit.sizes.num_routed,
+        return alike_rows(
+            keys(fit.ffn),
+            fit.statistics,
+            fit.ffn,
+            fit.sizes,
             self.kmeans_rounds,
             fit.generator,
         )
-        return Partition(shared_S, experts_RM)
 
-    def make_router(self, fit: LayerFit) -> Any:
+    def make_own_router(self, fit: LayerFit) -> Any:
         """Scores an expert by the mean gate pre-activation of its neurons."""
-        if self.router == ANALYTICAL:
-            return analytical_router(
-                fit.statistics,
-                fit.partition.experts_RM,
-                fit.ffn,
-                fit.block,
-                fit.sizes,
-            )
         router: Any = new_router(fit.block, fit.sizes).to(fit.device)
         experts_RM = torch.from_numpy(fit.partition.experts_RM).to(fit.device)
         mean_RD = keys(fit.ffn)[experts_RM].mean(dim=1)

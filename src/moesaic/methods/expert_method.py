@@ -30,7 +30,7 @@ from moesaic.modeling import (
     Sizes,
 )
 from moesaic.parts.carve import carve
-from moesaic.parts.importance import by_importance, output_norms
+from moesaic.parts.importance import output_norms, split_shared
 from moesaic.parts.partition import Partition
 from moesaic.parts.repair import Kept, Repair, choose_repairs, with_up_rows
 
@@ -224,16 +224,6 @@ def active_words(moe: MoEConfig) -> str:
     least = min(budgets)
     most = max(budgets)
     return f"{round(mean)} ({least} to {most} in a layer)"
-
-
-def split_shared(
-    importance_F: NDArray[np.float64], shared: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The `shared` most important neurons, and the others, both in ascending order."""
-    order_F = by_importance(importance_F)
-    shared_S = np.sort(order_F[:shared])
-    others_N = np.sort(order_F[shared:])
-    return shared_S, others_N
 
 
 def spread_out(fit: LayerFit) -> LayerFit:

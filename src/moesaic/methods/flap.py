@@ -25,9 +25,9 @@ from moesaic.families import DenseFFN
 from moesaic.layout import Layout
 from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
+from moesaic.methods.expert_method import ExpertMethod, LayerFit
 from moesaic.modeling import Sizes
-from moesaic.parts.importance import variance
+from moesaic.parts.importance import split_shared, variance
 from moesaic.parts.partition import NO_EXPERTS, Partition
 from moesaic.parts.widths import global_widths
 

@@ -5,7 +5,7 @@ Models, EMNLP 2024, https://aclanthology.org/2024.emnlp-main.563, and the releas
 The router learns where activations deviate most from their means, which is what a
 token loses of an expert that does not run. Where we depart: docs/deviations.md.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, N neurons to group, R routed
+Shape suffixes: T tokens, D hidden_size, F neurons, R routed
 experts, M neurons of one.
 """
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from moesaic.calibration.statistics import PLAIN, Statistics, StatisticsKind
+from moesaic.calibration.statistics import Statistics
 from moesaic.families import DenseFFN
 from moesaic.methods.base import (
     Budget,
@@ -31,7 +31,8 @@ from moesaic.methods.base import (
     setting,
 )
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
+from moesaic.methods.expert_method import LayerFit
+from moesaic.methods.router_choice import RouterChoice, router_setting
 from moesaic.modeling import (
     BlockConfig,
     MoEConfig,
@@ -39,19 +40,13 @@ from moesaic.modeling import (
     RouterConfig,
 )
 from moesaic.parts.carve import carve
-from moesaic.parts.clustering import rows_kmeans
-from moesaic.parts.importance import contribution
+from moesaic.parts.clustering import alike_rows
 from moesaic.parts.mlp_router import trained_mlp_router
 from moesaic.parts.partition import Partition
-from moesaic.parts.representatives import (
-    ANALYTICAL,
-    ANALYTICAL_TOP_K,
-    analytical_router,
-)
 
 
 @dataclass(frozen=True)
-class GMoEfication(ExpertMethod):
+class GMoEfication(RouterChoice):
     """MoEfication's experts; neurons that do not run take their mean and not 0."""
 
     description = METHODS["g-moefication"]
@@ -64,25 +59,13 @@ class GMoEfication(ExpertMethod):
         30, "Passes over the tokens that train the router.", 0
     )
     rate: float = setting(0.01, "Adam's rate while it trains.", 0)
-    router: str = setting(
-        "mlp",
-        "What scores an expert: the trained network, or one neuron as in cmoe.",
-        choices=("mlp", ANALYTICAL),
-    )
-
-    @property
-    def statistics_kind(self) -> StatisticsKind:  # type: ignore[override]
-        if self.router == ANALYTICAL:
-            return StatisticsKind(ANALYTICAL_TOP_K)
-        return PLAIN
+    router: str = router_setting("mlp", "the trained network")
 
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
         refuse_mixture(self, shape, "keeps a mean for every expert of a layer")
         return super().plans(shape, budget)
 
-    def router_config(self, ffn: FFNShape) -> RouterConfig:
-        if self.router == ANALYTICAL:
-            return RouterConfig("neuron-copies", "topk")
+    def own_router_config(self, ffn: FFNShape) -> RouterConfig:
         return RouterConfig("unit-mlp", "topk")
 
     def block(self, ffn: FFNShape) -> BlockConfig:
@@ -91,26 +74,18 @@ class GMoEfication(ExpertMethod):
 
     def partition(self, fit: LayerFit) -> Partition:
         """MoEfication's: balanced k-means on unit rows of W_up."""
-        contribution_F = contribution(fit.statistics, fit.ffn)
-        shared_S, others_N = split_shared(contribution_F, fit.sizes.shared)
-        index_N = torch.from_numpy(others_N).to(fit.device)
-        row_ND = normalize(fit.ffn.up_FD[index_N].float(), dim=1)
-        experts_RM = rows_kmeans(
-            row_ND,
-            others_N,
-            fit.sizes.num_routed,
+        row_FD = normalize(fit.ffn.up_FD.float(), dim=1)
+        return alike_rows(
+            row_FD,
+            fit.statistics,
+            fit.ffn,
+            fit.sizes,
             self.kmeans_rounds,
             fit.generator,
         )
-        return Partition(shared_S, experts_RM)
 
-    def make_router(self, fit: LayerFit) -> Any:
+    def make_own_router(self, fit: LayerFit) -> Any:
         """Trained on the sum of every expert's (h - mean h)^2."""
-        experts_RM = fit.partition.experts_RM
-        if self.router == ANALYTICAL:
-            return analytical_router(
-                fit.statistics, experts_RM, fit.ffn, fit.block, fit.sizes
-            )
         mean_F = mean_activation(fit.statistics).to(fit.device)
 
         def deviation(h_TF: Tensor) -> Tensor:
@@ -119,7 +94,7 @@ class GMoEfication(ExpertMethod):
         return trained_mlp_router(
             fit.inputs,
             fit.ffn,
-            experts_RM,
+            fit.partition.experts_RM,
             deviation,
             fit.block,
             fit.sizes,

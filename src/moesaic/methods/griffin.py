@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.calibration.ffn_inputs import FFNInputs
-from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
 from moesaic.layout import Layout
 from moesaic.methods.base import (
@@ -27,6 +26,7 @@ from moesaic.methods.base import (
     ModelShape,
     block_config,
     neuron_layout,
+    refuse_mixture,
     setting,
     shape_of,
 )
@@ -56,11 +56,9 @@ class Griffin(FFNMethod):
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
         """Every neuron alone. Raises MoesaicError for a mixture."""
-        if shape.outer is not None:
-            raise MoesaicError(
-                f"{shape.name} is a mixture of experts, and method {self.name!r} wants "
-                "whole sequences, which experts do not see; take another method"
-            )
+        refuse_mixture(
+            self, shape, "wants whole sequences, which experts do not see"
+        )
         return [neuron_layout(budget, shape.ffn.intermediate_size)]
 
     def block(self, ffn: FFNShape) -> BlockConfig:

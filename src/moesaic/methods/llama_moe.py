@@ -19,24 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.calibration.statistics import PLAIN, StatisticsKind
 from moesaic.families import DenseFFN
-from moesaic.methods.base import FFNShape, setting
+from moesaic.methods.base import FFNShape
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
+from moesaic.methods.expert_method import LayerFit
+from moesaic.methods.router_choice import RouterChoice, router_setting
 from moesaic.modeling import RouterConfig, new_router
 from moesaic.parts.clustering import random_groups
-from moesaic.parts.importance import contribution
+from moesaic.parts.importance import contribution, split_shared
 from moesaic.parts.partition import Partition
-from moesaic.parts.representatives import (
-    ANALYTICAL,
-    ANALYTICAL_TOP_K,
-    analytical_router,
-)
 
 
 @dataclass(frozen=True)
-class LlamaMoE(ExpertMethod):
+class LlamaMoE(RouterChoice):
     """Experts of random neurons, scaled by N / k.
 
     Where a layout has shared neurons, which the paper has not, they are those that add
@@ -47,21 +42,9 @@ class LlamaMoE(ExpertMethod):
     experts = 8
     shared_experts = 0
 
-    router: str = setting(
-        "mlp",
-        "What scores an expert: the untrained gate, or one neuron as in cmoe.",
-        choices=("mlp", ANALYTICAL),
-    )
+    router: str = router_setting("mlp", "the untrained gate")
 
-    @property
-    def statistics_kind(self) -> StatisticsKind:  # type: ignore[override]
-        if self.router == ANALYTICAL:
-            return StatisticsKind(ANALYTICAL_TOP_K)
-        return PLAIN
-
-    def router_config(self, ffn: FFNShape) -> RouterConfig:
-        if self.router == ANALYTICAL:
-            return RouterConfig("neuron-copies", "topk")
+    def own_router_config(self, ffn: FFNShape) -> RouterConfig:
         return RouterConfig("mlp", "topk")
 
     def partition(self, fit: LayerFit) -> Partition:
@@ -72,16 +55,8 @@ class LlamaMoE(ExpertMethod):
         )
         return Partition(shared_S, experts_RM)
 
-    def make_router(self, fit: LayerFit) -> Any:
+    def make_own_router(self, fit: LayerFit) -> Any:
         """Drawn evenly from +-1 / sqrt(inputs), as torch starts linear layers."""
-        if self.router == ANALYTICAL:
-            return analytical_router(
-                fit.statistics,
-                fit.partition.experts_RM,
-                fit.ffn,
-                fit.block,
-                fit.sizes,
-            )
         router: Any = new_router(fit.block, fit.sizes).to(fit.device)
         for projection in (router.hidden_proj, router.score_proj):
             drawn = _drawn(projection.weight, fit.generator)

@@ -25,7 +25,6 @@ from torch import Tensor
 from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
-from moesaic.calibration.statistics import PLAIN, StatisticsKind
 from moesaic.errors import MoesaicError
 from moesaic.methods.base import (
     Budget,
@@ -35,18 +34,14 @@ from moesaic.methods.base import (
     setting,
 )
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit
+from moesaic.methods.expert_method import LayerFit
+from moesaic.methods.router_choice import RouterChoice, router_setting
 from moesaic.modeling import MoEConfig, RouterConfig, new_router
 from moesaic.parts.clustering import rows_kmeans
 from moesaic.parts.gradient_split import greedy_split, residual_neurons
 from moesaic.parts.gradients import visit_gradients
 from moesaic.parts.importance import cluster_importance
 from moesaic.parts.partition import Partition
-from moesaic.parts.representatives import (
-    ANALYTICAL,
-    ANALYTICAL_TOP_K,
-    analytical_router,
-)
 
 CLUSTERED_TOKENS = 8192
 GRADIENT_TOKENS = 16_384
@@ -61,7 +56,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class LlamaMoEV2(ExpertMethod):
+class LlamaMoEV2(RouterChoice):
     """One expert for each cluster of inputs, and a residual one that always runs."""
 
     description = METHODS["llama-moe-v2"]
@@ -72,17 +67,7 @@ class LlamaMoEV2(ExpertMethod):
     kmeans_rounds: int = setting(
         10, "Rounds of balanced k-means on inputs, at most.", 1
     )
-    router: str = setting(
-        "centroids",
-        "What scores an expert: its cluster's centroid, or one neuron as in cmoe.",
-        choices=("centroids", ANALYTICAL),
-    )
-
-    @property
-    def statistics_kind(self) -> StatisticsKind:  # type: ignore[override]
-        if self.router == ANALYTICAL:
-            return StatisticsKind(ANALYTICAL_TOP_K)
-        return PLAIN
+    router: str = router_setting("centroids", "its cluster's centroid")
 
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
         refuse_mixture(
@@ -90,9 +75,7 @@ class LlamaMoEV2(ExpertMethod):
         )
         return super().plans(shape, budget)
 
-    def router_config(self, ffn: FFNShape) -> RouterConfig:
-        if self.router == ANALYTICAL:
-            return RouterConfig("neuron-copies", "topk")
+    def own_router_config(self, ffn: FFNShape) -> RouterConfig:
         return RouterConfig("linear", "topk")
 
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
@@ -120,15 +103,7 @@ class LlamaMoEV2(ExpertMethod):
         experts_RM = greedy_split(importance_RF, others_N)
         return Partition(shared_S, experts_RM)
 
-    def make_router(self, fit: LayerFit) -> Any:
-        if self.router == ANALYTICAL:
-            return analytical_router(
-                fit.statistics,
-                fit.partition.experts_RM,
-                fit.ffn,
-                fit.block,
-                fit.sizes,
-            )
+    def make_own_router(self, fit: LayerFit) -> Any:
         router: Any = new_router(fit.block, fit.sizes).to(fit.device)
         centroid_RD = self.profile_of(fit).centroid_RD
         router.score_proj.weight.data = centroid_RD.to(fit.device, fit.dtype)

@@ -36,7 +36,6 @@ from moesaic.methods.expert_method import (
     LayerFit,
     fit_repair,
     mask_of,
-    split_shared,
 )
 from moesaic.modeling import RouterConfig, new_router
 from moesaic.parts.clustering import (
@@ -49,6 +48,7 @@ from moesaic.parts.energies import expert_energies, expert_grams
 from moesaic.parts.importance import (
     contribution,
     observability,
+    split_shared,
     variance,
 )
 from moesaic.parts.partition import Partition

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.hidden_states import Stream
-from moesaic.calibration.statistics import PLAIN, StatisticsKind
 from moesaic.errors import MoesaicError
 from moesaic.layout import Layout
 from moesaic.methods.base import (
@@ -32,10 +31,10 @@ from moesaic.methods.base import (
     ModelShape,
     neuron_layout,
     refuse_mixture,
-    setting,
 )
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit
+from moesaic.methods.expert_method import LayerFit
+from moesaic.methods.router_choice import RouterChoice, router_setting
 from moesaic.modeling import (
     MoEConfig,
     RouterConfig,
@@ -51,11 +50,6 @@ from moesaic.parts.domains import (
     overlap_targets,
 )
 from moesaic.parts.partition import NO_EXPERTS, Partition
-from moesaic.parts.representatives import (
-    ANALYTICAL,
-    ANALYTICAL_TOP_K,
-    analytical_router,
-)
 
 
 @dataclass(frozen=True)
@@ -73,23 +67,13 @@ class Refactored:
 
 
 @dataclass(frozen=True)
-class ReadMe(ExpertMethod):
+class ReadMe(RouterChoice):
     """As many experts as texts; a token runs one, the same in every layer."""
 
     description = METHODS["read-me"]
     needs = frozenset({"domains", "token ids"})
 
-    router: str = setting(
-        "global",
-        "What scores an expert: one router for all layers, or one neuron as in cmoe.",
-        choices=("global", ANALYTICAL),
-    )
-
-    @property
-    def statistics_kind(self) -> StatisticsKind:  # type: ignore[override]
-        if self.router == ANALYTICAL:
-            return StatisticsKind(ANALYTICAL_TOP_K)
-        return PLAIN
+    router: str = router_setting("global", "one router for all layers")
 
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
         refuse_mixture(self, shape, "routes by token, not by outer expert")
@@ -110,9 +94,7 @@ class ReadMe(ExpertMethod):
         active = layout.sizes(intermediate_size).active
         return Sizes(0, active, 1, 1, intermediate_size)
 
-    def router_config(self, ffn: FFNShape) -> RouterConfig:
-        if self.router == ANALYTICAL:
-            return RouterConfig("neuron-copies", "topk")
+    def own_router_config(self, ffn: FFNShape) -> RouterConfig:
         return RouterConfig("embedding", "topk")
 
     def convert(self, model: Any, calibration: Any, plan: Any, run: Any) -> Any:
@@ -133,16 +115,8 @@ class ReadMe(ExpertMethod):
         experts_RM = known.experts[fit.inputs.layer]
         return Partition(NO_EXPERTS.reshape(-1), experts_RM)
 
-    def make_router(self, fit: LayerFit) -> Any:
+    def make_own_router(self, fit: LayerFit) -> Any:
         """The one router, a copy in every layer."""
-        if self.router == ANALYTICAL:
-            return analytical_router(
-                fit.statistics,
-                fit.partition.experts_RM,
-                fit.ffn,
-                fit.block,
-                fit.sizes,
-            )
         known = self.known()
         router: Any = new_router(fit.block, fit.sizes).to(fit.device)
         weight_RD = known.weight_RD.to(fit.device, fit.dtype)

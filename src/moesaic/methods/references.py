@@ -23,7 +23,7 @@ from moesaic.layout import Layout
 from moesaic.methods.base import FFNMethod, FFNShape, block_config
 from moesaic.methods.cmoe import copied_neurons
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import ExpertMethod, LayerFit, split_shared
+from moesaic.methods.expert_method import ExpertMethod, LayerFit
 from moesaic.methods.moesaic import Moesaic
 from moesaic.modeling import (
     BlockConfig,
@@ -34,6 +34,7 @@ from moesaic.modeling import (
 )
 from moesaic.parts.clustering import random_groups
 from moesaic.parts.energies import expert_energies, expert_grams
+from moesaic.parts.importance import split_shared
 from moesaic.parts.partition import Partition
 from moesaic.parts.representatives import random_members
 

@@ -16,10 +16,9 @@ from moesaic.methods.expert_method import (
     ExpertMethod,
     LayerFit,
     fit_repair,
-    split_shared,
 )
 from moesaic.modeling import Sizes
-from moesaic.parts.importance import contribution
+from moesaic.parts.importance import contribution, split_shared
 from moesaic.parts.partition import NO_EXPERTS, Partition
 
 

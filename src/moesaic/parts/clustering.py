@@ -16,12 +16,15 @@ from torch import Tensor
 
 from moesaic.calibration.statistics import Statistics
 from moesaic.families import DenseFFN
+from moesaic.modeling import Sizes
 from moesaic.parts.assignment import balanced_assignment
 from moesaic.parts.importance import (
     activation_rate,
     by_importance,
     contribution,
+    split_shared,
 )
+from moesaic.parts.partition import Partition
 
 PATIENCE = 3  # rounds of re-assignment without gain after which it stops
 
@@ -102,6 +105,25 @@ def contribution_kmeans(
             break
         sums_SR = columns_SN @ one_hot(expert_N, num_routed, device)
     return members(candidates_N, expert_N, num_routed)
+
+
+@torch.no_grad()
+def alike_rows(
+    row_FD: Tensor,
+    statistics: Statistics,
+    ffn: DenseFFN,
+    sizes: Sizes,
+    rounds: int,
+    generator: np.random.Generator,
+) -> Partition:
+    """Experts of neurons whose rows are alike; shared are the neurons that add most."""
+    contribution_F = contribution(statistics, ffn)
+    shared_S, others_N = split_shared(contribution_F, sizes.shared)
+    index_N = torch.from_numpy(others_N).to(row_FD.device)
+    experts_RM = rows_kmeans(
+        row_FD[index_N], others_N, sizes.num_routed, rounds, generator
+    )
+    return Partition(shared_S, experts_RM)
 
 
 @torch.no_grad()

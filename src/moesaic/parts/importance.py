@@ -135,3 +135,13 @@ def output_norms(ffn: DenseFFN) -> NDArray[np.float64]:
 def by_importance(score_F: NDArray[np.float64]) -> NDArray[np.int64]:
     """Neurons in order of falling importance; ties go to the lowest index."""
     return np.argsort(-score_F, kind="stable")
+
+
+def split_shared(
+    importance_F: NDArray[np.float64], shared: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The `shared` most important neurons, and the others, both in ascending order."""
+    order_F = by_importance(importance_F)
+    shared_S = np.sort(order_F[:shared])
+    others_N = np.sort(order_F[shared:])
+    return shared_S, others_N

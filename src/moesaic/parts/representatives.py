@@ -15,10 +15,6 @@ from moesaic.families import DenseFFN
 from moesaic.modeling import BlockConfig, Sizes, new_router
 from moesaic.parts.carve import neuron_rows
 
-# The paper's analytical router, for the experts of any method: `router=analytical`.
-ANALYTICAL = "analytical"
-ANALYTICAL_TOP_K = 10  # K_a of the paper
-
 
 def representative(
     statistics: Statistics, experts_RM: NDArray[np.int64]
