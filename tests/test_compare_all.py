@@ -86,7 +86,7 @@ def test_who_cannot_is_named_with_the_reason_and_the_others_go_on(tmp_path: Path
     names = ["static", "moesaic-neurons", fragile(tmp_path, tmp_path, needs="'telepathy'")]
     options = CompareOptions(
         model="a model", methods=tuple(map(moesaic.load_method, names)), references=(),
-        sparsities=(0.5, 1.5), layout=None, grain="medium", calibration="demo", texts=("demo",),
+        sparsities=(0.5, 1.5), layout=None, grain="medium", calibration=("demo",), texts=("demo",),
     )  # fmt: skip
     found = make_entries(options, tiny_model("opt").config)
     assert [(entry.label, entry.goal.at) for entry in found.entries] == [("static", 0.5)]
@@ -95,6 +95,23 @@ def test_who_cannot_is_named_with_the_reason_and_the_others_go_on(tmp_path: Path
     assert "needs telepathy" in reasons["fragile", 0.5]
     assert "outside" in reasons["static", 1.5]
     assert {lack.step for lack in found.missing} == {PLANNING}
+
+
+def test_several_calibration_texts_are_a_domain_each(folder: Path, tmp_path: Path) -> None:
+    """As many windows of each, and what is held out of each is measured on."""
+    second = tmp_path / "second.txt"
+    words = (folder / "text.txt").read_text().split()
+    second.write_text(" ".join(reversed(words)))
+    sources = [str(folder / "text.txt"), str(second)]
+    result = compared(folder, ["read-me", "static"], calibration=sources)
+    assert {row["method"] for row in result["rows"]} == {"read-me", "static"}
+    assert set(result["dense"]) == set(sources)
+    assert result["settings"]["calibration"]["samples"] == 8
+    alone = compared(folder, ["read-me", "static"])
+    (lack,) = alone["missing"]
+    assert "at least two domains" in lack["reason"]
+    with pytest.raises(MoesaicError, match="name each once"):
+        compared(folder, "static", calibration=[sources[0], sources[0]])
 
 
 def test_griffin_is_not_measured_on_windows_that_are_all_prompt(folder: Path) -> None:

@@ -387,7 +387,7 @@ def test_a_plot_of_one_row_and_one_of_dreadful_rows_are_drawn() -> None:
 
 def test_a_page_of_no_rows_names_what_failed() -> None:
     settings = {
-        "model": "m", "calibration": {"source": "demo", "samples": 1, "sequence_length": 8},
+        "model": "m", "calibration": {"sources": ["demo"], "samples": 1, "sequence_length": 8},
         "max_tokens": 8, "versions": {}, "dtype": "float32", "device": "cpu", "finetune": None,
     }  # fmt: skip
     lack = Missing("a", METHOD, SPARSITY, 0.5, CONVERSION, "it diverged", 0)

@@ -5,6 +5,7 @@ Shape suffixes: N windows, H those that are held out, L tokens of a window.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,6 +90,17 @@ class CalibrationSet:
         offset_L = torch.arange(length)
         index_NL = start_N[:, None] + offset_L
         return cls(ids[index_NL])
+
+    @classmethod
+    def of_texts(
+        cls, texts: Sequence[Tensor], samples: int, length: int, seed: int
+    ) -> CalibrationSet:
+        """Windows of one text, or as many of each of several."""
+        share = math.ceil(samples / len(texts))
+        sets = [cls.sample(ids, share, length, seed) for ids in texts]
+        if len(sets) == 1:
+            return sets[0]
+        return cls.joined(sets)
 
     @classmethod
     def joined(cls, sets: Sequence[CalibrationSet]) -> CalibrationSet:

@@ -64,10 +64,10 @@ def compare_command(
     ] = None,
     grain: Grain = "medium",
     calibration: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Text that the model is run on, as for convert. "
-            "[default: wikitext2, or demo for the demo model]"
+            help="Text that the model is run on, as for convert. More than one: as many "
+            "windows of each. [default: wikitext2, or demo for the demo model]"
         ),
     ] = None,
     text: Annotated[
@@ -149,7 +149,7 @@ def compare_command(
             ffn_macs=macs_shares,
             layout=layout,
             grain=grain,
-            calibration=calibration or default_calibration,
+            calibration=calibration or [default_calibration],
             text=text,
             seeds=seeds,
             samples=samples,

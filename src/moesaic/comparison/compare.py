@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet, check_samples
@@ -63,7 +64,7 @@ def compare(
     ffn_macs: Sequence[float] = (),
     layout: str | None = None,
     grain: str = "medium",
-    calibration: str = "wikitext2",
+    calibration: str | Sequence[str] = "wikitext2",
     text: Sequence[str] | None = None,
     references: Sequence[str] = REFERENCES,
     seeds: int = 3,
@@ -83,7 +84,7 @@ def compare(
     """Perplexities by method: `settings`, `dense`, `cells`, ranked `rows`, `remarks`.
 
     `recipes` are methods; "all" stands for every one there is that is no reference. All
-    see the same windows of the same calibration text, `seeds` drawings of them; the
+    see the same windows of the same calibration texts, `seeds` drawings of them; the
     references are among the rows. There is a table, and a ranking, for each budget:
 
     - a `sparsity` gives every method its own layout that skips that share of the FFN
@@ -118,7 +119,8 @@ def compare(
     methods = [load_method(recipe) for recipe in _named(recipes, references)]
     names = {method.name for method in methods}
     others = [load_method(name) for name in references if name not in names]
-    texts = text or [calibration]
+    sources = [calibration] if isinstance(calibration, str) else calibration
+    texts = text or sources
     folder = None if output is None else Path(output)
     if sparsity is None:
         asked = layout is not None or ffn_bytes or ffn_macs
@@ -130,7 +132,7 @@ def compare(
         sparsities=tuple(sparsity),
         layout=layout,
         grain=grain,
-        calibration=calibration,
+        calibration=tuple(sources),
         texts=tuple(texts),
         ffn_bytes=tuple(ffn_bytes),
         ffn_macs=tuple(ffn_macs),
@@ -200,10 +202,12 @@ def run_comparison(
         )
     check_samples(samples, length)
     tokenizer = load_tokenizer(model, trust)
-    ids, texts = _read_texts(options, tokenizer, length)
+    source_ids, texts = _read_texts(options, tokenizer, length)
+    ids = torch.cat(source_ids)
     seeds = range(options.seeds)
     calibration_sets = [
-        CalibrationSet.sample(ids, samples, length, seed) for seed in seeds
+        CalibrationSet.of_texts(source_ids, samples, length, seed)
+        for seed in seeds
     ]
     dense = load_model(model, options.dtype, trust, device)
     ffns = find_ffns(dense)
@@ -214,8 +218,8 @@ def run_comparison(
     evaluation = Evaluation(texts, length, options.max_tokens)
     dtype = str(dense.dtype).removeprefix("torch.")
     calibration = {
-        "source": options.calibration,
-        "samples": samples,
+        "sources": list(options.calibration),
+        "samples": calibration_sets[0].samples,
         "sequence_length": length,
     }
     settings = {
@@ -308,16 +312,20 @@ def _outlook(done: int, total: int, seconds: float) -> str:
 
 def _read_texts(
     options: CompareOptions, tokenizer: Any, length: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Calibration ids, and the ids of every text; no text is among the former."""
-    source = options.calibration
-    source_path = Path(source).resolve()
-    ids = to_ids(source, tokenizer)
-    ids, validation = hold_out(ids, source, tokenizer, length)
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Ids of every calibration source, and of every text, which share none with them."""
+    source_ids = []
+    validations = {}
+    for source in options.calibration:
+        ids = to_ids(source, tokenizer)
+        ids, validation = hold_out(ids, source, tokenizer, length)
+        source_ids.append(ids)
+        validations[Path(source).resolve()] = validation
     texts = {}
     for text in options.texts:
-        is_source = Path(text).resolve() == source_path
-        if not is_source or has_heldout_split(text):
+        path = Path(text).resolve()
+        validation = validations.get(path)
+        if path not in validations or has_heldout_split(text):
             texts[text] = to_ids(text, tokenizer, heldout=True)
         elif validation is not None:
             texts[text] = validation.ids
@@ -326,7 +334,7 @@ def _read_texts(
                 f"{text} is too short to calibrate on nine tenths and evaluate on the "
                 "rest; give another --text"
             )
-    return ids, texts
+    return source_ids, texts
 
 
 def _finetune_settings(recovery: Recovery | None) -> dict[str, Any] | None:

@@ -124,7 +124,7 @@ class _Planner:
 
     def entry(self, method: Method, label: str, role: str, goal: Goal) -> Entry:
         """Raises MoesaicError for a budget that the method cannot meet."""
-        check_needs(method, domains=1)
+        check_needs(method, len(self.options.calibration))
         entry = self._planned(method, label, role, goal)
         check_windows(entry.plan, self.length)
         return entry
@@ -140,7 +140,10 @@ class _Planner:
         budget = Budget(None, goal.at, options.grain)
         if options.layout is not None:
             budget = make_budget(options.layout)
-        plan = make_plan(self.config, options.model, method, budget)
+        domains = len(options.calibration)
+        plan = make_plan(
+            self.config, options.model, method, budget, domains=domains
+        )
         return Entry(label, role, goal, goal.at, plan)
 
     def _steps(self, method: Method, label: str) -> Steps:
@@ -152,6 +155,7 @@ class _Planner:
                 method,
                 options.grain,
                 self.neurons,
+                len(options.calibration),
             )
         return self.steps[label]
 

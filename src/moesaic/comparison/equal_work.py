@@ -42,7 +42,7 @@ class Steps:
     """A method's plans by the neurons of an FFN that a token skips, made when needed.
 
     Step 1 of `neurons` skips one, the last all but one. Steps between which a method
-    makes no difference have equal plans.
+    makes no difference have equal plans. `domains` counts calibration texts.
     """
 
     config: Any
@@ -50,6 +50,7 @@ class Steps:
     method: Method
     grain: str
     neurons: int
+    domains: int = 1
     refusal: MoesaicError | None = None
     known: dict[int, tuple[Plan, OverDense] | None] = field(
         default_factory=dict
@@ -100,7 +101,13 @@ class Steps:
     def _counted(self, step: int) -> tuple[Plan, OverDense] | None:
         budget = Budget(None, self.sparsity(step), self.grain)
         try:
-            plan = make_plan(self.config, self.model, self.method, budget)
+            plan = make_plan(
+                self.config,
+                self.model,
+                self.method,
+                budget,
+                domains=self.domains,
+            )
         except MoesaicError as error:
             self.refusal = self.refusal or error
             return None

@@ -55,7 +55,7 @@ class CompareOptions:
     sparsities: tuple[float, ...]
     layout: str | None
     grain: str
-    calibration: str
+    calibration: tuple[str, ...]
     texts: tuple[str, ...]
     ffn_bytes: tuple[float, ...] = ()
     ffn_macs: tuple[float, ...] = ()
@@ -74,6 +74,9 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         labels_of(self.methods + self.references)
+        if len(set(self.calibration)) < len(self.calibration):
+            listed = ", ".join(self.calibration)
+            raise MoesaicError(f"calibration texts {listed}: name each once")
         if self.seeds < 1 or self.max_tokens < 2 or not self.goals:
             sparsities = list(self.sparsities)
             raise MoesaicError(

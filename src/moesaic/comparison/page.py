@@ -262,7 +262,7 @@ def _introduction(result: dict[str, Any], rows: list[Row]) -> list[str]:
     pairs = settings["versions"].items()
     versions = ", ".join(f"{name} {version}" for name, version in pairs)
     model = Path(settings["model"]).name
-    source = Path(calibration["source"]).name
+    sources = " + ".join(Path(one).name for one in calibration["sources"])
     max_tokens = settings["max_tokens"]
     dtype = settings["dtype"]
     device = settings["device"]
@@ -272,7 +272,7 @@ def _introduction(result: dict[str, Any], rows: list[Row]) -> list[str]:
         f"# {model}: methods at equal budgets and at equal work",
         "",
         f"Dense perplexity: {perplexities(result['dense'])} (windows of {length}, at "
-        f"most {max_tokens:,} tokens). Calibration: {source}, {tokens:,} tokens, "
+        f"most {max_tokens:,} tokens). Calibration: {sources}, {tokens:,} tokens, "
         f"{seeds} seed{plural}{spread}. {dtype} on {device}; {versions}.",
         "",
     ]

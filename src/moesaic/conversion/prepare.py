@@ -121,22 +121,20 @@ def read_sources(
     Of several texts each gives the same number of windows.
     """
     sources = list(options.sources.values())
-    share = math.ceil(samples / len(sources))
     all_ids = []
-    sets = []
     validations = []
     for source in sources:
         ids = to_ids(source, tokenizer)
         ids, validation = hold_out(ids, source, tokenizer, length)
-        windows = CalibrationSet.sample(ids, share, length, options.seed)
         all_ids.append(ids)
-        sets.append(windows)
         if validation is not None:
             validations.append(validation)
+    calibration = CalibrationSet.of_texts(
+        all_ids, samples, length, options.seed
+    )
     if len(sources) == 1:
         only = validations[0] if validations else None
-        return all_ids[0], sets[0], only
-    calibration = CalibrationSet.joined(sets)
+        return all_ids[0], calibration, only
     ids = torch.cat(all_ids)
     if len(validations) < len(sources):
         return ids, calibration, None
