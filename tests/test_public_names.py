@@ -20,6 +20,7 @@ def test_public_names() -> None:
         "Method",
         "MoesaicError",
         "__version__",
+        "bench",
         "compare",
         "convert",
         "explain",

@@ -14,6 +14,7 @@ from moesaic._version import __version__
 from moesaic.registration import register
 
 if TYPE_CHECKING:
+    from moesaic.bench.bench import bench
     from moesaic.comparison.compare import compare
     from moesaic.conversion.report import ConversionReport
     from moesaic.errors import MoesaicError
@@ -36,6 +37,7 @@ __all__ = [
     "Method",
     "MoesaicError",
     "__version__",
+    "bench",
     "compare",
     "convert",
     "explain",
@@ -54,6 +56,7 @@ _HOMES = {
     "Layout": "moesaic.layout",
     "Method": "moesaic.methods.base",
     "MoesaicError": "moesaic.errors",
+    "bench": "moesaic.bench.bench",
     "compare": "moesaic.comparison.compare",
     "convert": "moesaic.finetune.convert",
     "explain": "moesaic.export.fits",
@@ -79,9 +82,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `moesaic.export` and `moesaic.finetune` the functions of these names.
+    """Keeps `moesaic.bench`, `moesaic.export` and `moesaic.finetune` the functions.
 
-    Importing the packages moesaic.export or moesaic.finetune would put them there.
+    Importing the packages of these names would put them there.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

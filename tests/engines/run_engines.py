@@ -238,7 +238,10 @@ def main() -> None:
             moesaic.export(root / "demo-moesaic", "gguf", file, dtype=dtype)
             answers = ask(arguments.llama, "ask_llama.py", file, prompts, root)
             row("llama.cpp", "demo", f"gguf, {dtype}", judge(stock, prompts, answers, dtype))
-        for recipe in ("cmoe", "moesaic-dynamic", "moesaic-neurons"):
+        for recipe in (
+            "cmoe", "moesaic-dynamic", "moesaic-neurons", "flap", "cats", "moefication",
+            "g-moefication", "llama-moe",
+        ):  # fmt: skip
             folder = convert("demo", demo_path(), root, recipe)
             answers = ask(
                 arguments.vllm, "ask_vllm.py", folder, prompts_of(folder), root, "--own"

@@ -135,7 +135,7 @@ def evaluate_command(
 
     compute = choose_device(device)
     if against is None:
-        against = _default_dense(model, trust_remote_code)
+        against = default_dense(model, trust_remote_code)
     elif against == "none":
         against = None
     if tasks is not None:
@@ -197,7 +197,7 @@ def _batch_size(text: str | None) -> int | str:
         return text
 
 
-def _default_dense(model: str, trust_remote_code: bool) -> str | None:
+def default_dense(model: str, trust_remote_code: bool) -> str | None:
     """The dense model that a converted one was made from, if it can be had."""
     from moesaic.families import load
 

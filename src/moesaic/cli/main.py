@@ -12,6 +12,7 @@ import typer
 from typer.exceptions import TyperException
 
 from moesaic._version import __version__
+from moesaic.cli.bench import bench_command
 from moesaic.cli.compare import compare_command
 from moesaic.cli.convert import convert_command
 from moesaic.cli.demo import demo_command
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command("convert")(convert_command)
 app.command("eval")(evaluate_command)
 app.command("compare")(compare_command)
+app.command("bench")(bench_command)
 app.command("finetune")(finetune_command)
 app.command("export")(export_command)
 app.command("flops")(flops_command)

@@ -94,7 +94,7 @@ METHODS = {
             "teal",
             "moesaic.methods.teal:Teal",
             "Every linear layer reads its inputs of largest magnitude only.",
-            _OURS,
+            _TRANSFORMERS,
             "Liu et al., Training-Free Activation Sparsity in Large Language Models, "
             "ICLR 2025",
             "https://arxiv.org/abs/2408.14690",
@@ -103,7 +103,7 @@ METHODS = {
             "wina",
             "moesaic.methods.wina:Wina",
             "Every linear layer reads the inputs that weigh most in it.",
-            _OURS,
+            _TRANSFORMERS,
             "Chen et al., WINA: Weight Informed Neuron Activation for Accelerating "
             "Large Language Model Inference",
             "https://arxiv.org/abs/2505.19427",
@@ -121,7 +121,7 @@ METHODS = {
             "griffin",
             "moesaic.methods.griffin:Griffin",
             "A prompt runs all neurons and chooses those that the answer runs.",
-            "transformers, with our architecture",
+            _TRANSFORMERS,
             "Dong et al., Prompt-prompted Adaptive Structured Pruning for Efficient LLM "
             "Generation, 2024",
             "https://arxiv.org/abs/2404.01365",

@@ -1,0 +1,1 @@
+"""How fast a model runs in an engine, beside the dense one."""
