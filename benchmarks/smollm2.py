@@ -7,10 +7,10 @@ WHAT is one of these:
 - frontier: perplexity over dense against work, by `moesaic.compare`: methods and references.
 - tasks: answers to multiple choice and other questions, by `moesaic eval --tasks`.
 - recovery: what fine-tuning regains, over the equally tuned dense model, by `moesaic finetune`.
-- time: of one prompt and of one token more, over the dense model's, measured in turn.
+- time: of one prompt and of the tokens after it, over the dense model's, by `moesaic bench`.
 
 All but frontier convert into DIR/METHOD-PERCENT first. Options that are not listed by --help go to
-`moesaic eval` or `moesaic finetune` as they are, such as --limit 200 or --samples 96. Take another
+the command as they are, such as --limit 200, --samples 96 or --batch 1. Take another
 DIR for other settings.
 The model is that of `make smollm2`, the text WikiText-2 (benchmarks/smollm2_model.py finds it).
 """
@@ -18,16 +18,10 @@ The model is that of `make smollm2`, the text WikiText-2 (benchmarks/smollm2_mod
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 from smollm2_model import find_texts, needed_folder
 
 import moesaic
@@ -35,15 +29,11 @@ from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import comparison_table, out
 from moesaic.comparison.compare import REFERENCES
 from moesaic.errors import MoesaicError
-from moesaic.families.load import load_model
-from moesaic.output.atomic import write_file
 from moesaic.progress import status
 
 METHODS = ("moesaic", "moesaic-dynamic", "moesaic-neurons", "cmoe")
 SPARSITIES = (0.125, 0.25, 0.375, 0.5, 0.625)
 TASKS = "piqa,winogrande,arc_easy,arc_challenge,hellaswag"
-PROMPT_TOKENS = 512
-ROUNDS = 5
 
 
 def frontier(options: argparse.Namespace) -> None:
@@ -108,58 +98,10 @@ def run(
 
 
 def timing(options: argparse.Namespace) -> None:
-    """time.json: medians of the ratios to the dense model, with their range."""
-    dense = load_model(options.model, options.dtype)
-    found = {}
+    """METHOD-PERCENT.time.json: a prompt and the tokens after it, by `moesaic bench`."""
     for folder in converted(options):
-        model = load_model(folder, options.dtype)
-        found[folder.name] = {
-            "prompt": ratios(lambda model=model: prompt(model), lambda: prompt(dense)),
-            "token": ratios(lambda model=model: decode(model), lambda: decode(dense)),
-        }  # fmt: skip
-        out.print(f"{folder.name}: {found[folder.name]}")
-    values = {"threads": torch.get_num_threads(), "over dense": found}
-    write_file(options.output / "time.json", json.dumps(values, indent=2))
-
-
-def ratios(
-    ours: Callable[[], float], dense: Callable[[], float]
-) -> dict[str, float]:
-    """Our seconds over the dense model's, measured in turn after a first round."""
-    found = [ours() / dense() for _ in range(ROUNDS + 1)][1:]
-    return {
-        "median": statistics.median(found),
-        "least": min(found),
-        "most": max(found),
-    }
-
-
-@torch.inference_mode()
-def prompt(model: Any) -> float:
-    """Seconds of a prompt."""
-    ids_1L = some_ids(model)
-    started = time.perf_counter()
-    model(input_ids=ids_1L, use_cache=False)
-    return time.perf_counter() - started
-
-
-@torch.inference_mode()
-def decode(model: Any) -> float:
-    """Seconds of 16 tokens, one after the other, after a prompt."""
-    ids_1L = some_ids(model)
-    cache = model(input_ids=ids_1L, use_cache=True).past_key_values
-    started = time.perf_counter()
-    for place in range(16):
-        model(input_ids=ids_1L[:, place : place + 1], past_key_values=cache)
-    return time.perf_counter() - started
-
-
-def some_ids(model: Any) -> torch.Tensor:
-    """The same random tokens for every model."""
-    length = min(PROMPT_TOKENS, model.config.max_position_embeddings // 2)
-    generator = torch.Generator().manual_seed(0)
-    words = model.config.vocab_size
-    return torch.randint(words, (1, length), generator=generator)
+        command = ["bench", str(folder), "--against", options.model]
+        run(folder, "time", command, options)
 
 
 def converted(options: argparse.Namespace) -> list[Path]:
@@ -226,7 +168,7 @@ def read_options() -> argparse.Namespace:
     add("--calibration", help="another text to calibrate and train on")
     add("--text", help="another text to measure on")
     options, options.others = parser.parse_known_args()
-    if options.others and options.what in ("frontier", "time"):
+    if options.others and options.what == "frontier":
         parser.error(f"unknown options: {' '.join(options.others)}")
     return options
 
