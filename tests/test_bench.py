@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +15,33 @@ import torch
 from moesaic.bench import engine as engine_module
 from moesaic.bench.bench import bench
 from moesaic.bench.engine import ENGINES, Engine, find_engine, started
-from moesaic.bench.floor import Counted, batch_bytes, floor_of
+from moesaic.bench.floor import Counted, RoutedBytes, count, floor_of, macs_of_prompt
 from moesaic.bench.regimes import Regime, make_regimes
 from moesaic.cli.main import main
+from moesaic.conversion.plan import make_plan
 from moesaic.errors import MoesaicError
-from moesaic.evaluate.weight_bytes import WeightBytes
 from moesaic.evaluate.work import Macs
+from moesaic.families.load import load_config
+from moesaic.layout import Layout
+from moesaic.methods.base import Budget
+from moesaic.methods.load import load_method
 from tests.stock_models import dense_model, tokenizer
 
 # --- floors ------------------------------------------------------------------------------------
 
 
 def test_bytes_of_a_batch_by_hand() -> None:
-    """Half of the experts for a token: two tokens leave a quarter of them out."""
-    dense = WeightBytes(ffn=100.0, rest=60.0)
-    ours = WeightBytes(ffn=60.0, rest=60.0)  # 20 shared, 40 of 80 routed
-    assert batch_bytes(dense, ours, 0.5, 1) == 60
-    assert batch_bytes(dense, ours, 0.5, 2) == 80
-    assert batch_bytes(dense, ours, 0.5, 64) == pytest.approx(100)
-    assert batch_bytes(dense, ours, 0.0, 64) == 60  # nothing is routed: static pruning
+    """80 bytes of routed experts, half of them for a token: two tokens read 60."""
+    layer = RoutedBytes(80.0, 0.5)
+    assert layer.beyond_one_token(1) == 0
+    assert layer.beyond_one_token(2) == 20
+    assert layer.beyond_one_token(64) == pytest.approx(40)
+    counted = Counted(1.0, 100.0, [layer, RoutedBytes(8.0, 0.75)])
+    assert counted.decode_bytes(1) == 100
+    assert counted.decode_bytes(2) == pytest.approx(100 + 20 + 8 * (15 / 16 - 12 / 16))
+    assert Counted(1.0, 100.0, None).decode_bytes(1) == 100
+    assert Counted(1.0, 100.0, None).decode_bytes(2) is None
+    assert Counted(1.0, 100.0).decode_bytes(64) == 100
 
 
 def test_more_tokens_hit_what_chance_says() -> None:
@@ -41,23 +51,60 @@ def test_more_tokens_hit_what_chance_says() -> None:
     scores_NBR = torch.rand(draws, batch, routed, generator=generator)
     runs_NBK = scores_NBR.topk(active, dim=2).indices
     hit_NR = torch.zeros(draws, routed).scatter_(1, runs_NBK.flatten(1), 1.0)
-    whole, one = 160.0, 40.0
-    expected = batch_bytes(WeightBytes(whole, 0.0), WeightBytes(one, 0.0), 0.25, batch)
-    assert 10 * hit_NR.sum(1).mean().item() == pytest.approx(expected, rel=0.01)
+    expected = active + RoutedBytes(routed, active / routed).beyond_one_token(batch)
+    assert hit_NR.sum(1).mean().item() == pytest.approx(expected, rel=0.01)
 
 
-def test_floors_by_hand() -> None:
-    """A prompt of 10 tokens needs the head once, and its scores."""
-    dense = Counted(
-        Macs(attention=100, ffn=200, router=0, head=50, scores=15), WeightBytes(40.0, 20.0), 0.0
-    )
-    ours = Counted(
-        Macs(attention=100, ffn=100, router=20, head=50, scores=15), WeightBytes(22.0, 20.0), 0.5
-    )
-    floor = floor_of(dense, ours, Regime(1, 10, 5))
-    assert floor.prefill == pytest.approx((100 + 120 + 5 + 15) / (100 + 200 + 5 + 15))
-    assert floor.decode == pytest.approx(42 / 60)
-    assert floor_of(dense, ours, Regime(2, 10, 5)).decode == pytest.approx(51 / 60)
+def test_a_prompt_needs_the_head_once() -> None:
+    macs = Macs(attention=100, ffn=200, router=20, head=50, scores=15)
+    assert macs_of_prompt(macs, 10) == 100 + 200 + 20 + 5 + 15
+
+
+def planned(method: str, **settings: Any) -> Any:
+    """The demo model's configuration after a conversion by half, or as it is."""
+    config = load_config("demo")
+    if method == "dense":
+        return config
+    budget = Budget(Layout.parse("S1A3E8"))
+    if method in ("teal", "griffin", "moesaic-neurons"):
+        budget = Budget(None, 0.5, "medium")
+    return make_plan(config, "demo", load_method(method, settings), budget).config
+
+
+def test_floors_of_real_configurations() -> None:
+    """S1A3E8 of the demo model (4 layers, 192 by 768, bfloat16): 96 neurons an expert."""
+    regime = Regime(16, 128, 8)
+    dense = count(planned("dense"), 128)
+    one_matrix = 4 * 192 * 96 * 2  # bytes of one expert's W_up in all layers
+    ours = count(planned("moesaic"), 128)
+    router = 4 * 7 * 192 * 2
+    bias = ours.token_bytes - (dense.token_bytes - 4 * 3 * one_matrix + router)
+    assert 0 <= bias < 0.001 * dense.token_bytes
+    read = ours.decode_bytes(16)
+    assert read is not None
+    all_read = dense.token_bytes + router + bias
+    assert read == pytest.approx(all_read - 7 * 3 * one_matrix * (4 / 7) ** 16)
+    floor = floor_of(ours, dense, regime, "decode")
+    assert floor == pytest.approx(read / dense.token_bytes)
+    static = count(planned("static"), 128)
+    assert static.decode_bytes(16) == static.token_bytes < dense.token_bytes
+    for kind in ("prefill", "decode"):
+        value = floor_of(static, dense, regime, kind)
+        assert value is not None
+        assert 0.5 < value < 0.9
+
+
+def test_what_is_not_known_has_no_floor() -> None:
+    """Inputs that are skipped, neurons of one prompt, neurons by copies."""
+    dense = count(planned("dense"), 128)
+    alone, many = Regime(1, 128, 8), Regime(16, 128, 8)
+    for method in ("teal", "griffin", "moesaic-neurons"):
+        ours = count(planned(method), 128)
+        assert floor_of(ours, dense, alone, "decode") is not None
+        assert floor_of(ours, dense, many, "decode") is None
+        prefill = floor_of(ours, dense, many, "prefill")
+        assert (prefill is None) == (method == "griffin")
+    assert floor_of(None, dense, alone, "prefill") is None
 
 
 def test_regimes_are_checked() -> None:
@@ -70,20 +117,24 @@ def test_regimes_are_checked() -> None:
 # --- engines -----------------------------------------------------------------------------------
 
 NOISY = """
-import sys
+import os, signal, subprocess, sys
 sys.path.insert(0, {here!r})
 print("a library says hello")
-from worker import serve
+from worker import peak, serve
 def load(settings):
     if settings["model"] == "broken":
         raise ValueError("bad weights")
-    return settings["model"], "1.0"
+    return settings["model"], dict(version="1.0", device="none")
 def measure(model, batch, prompt, new):
-    print("noise")
+    print("no newline", end="", flush=True)
     if batch == 13:
+        print("noise")
         sys.exit("ValueError: no room for 13")
+    if batch == 14:
+        subprocess.Popen(["sleep", "60"], stdout=1)
+        os.kill(os.getpid(), signal.SIGKILL)
     return float(prompt), float(new)
-serve(load, measure)
+serve(load, measure, peak)
 """
 
 
@@ -97,36 +148,67 @@ def noisy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def test_answers_are_told_from_noise(noisy: Engine) -> None:
+    """And memory is the worker's own, however much this process has held."""
+    held = bytearray(2**28)
+    held[:: 2**12] = b"x" * len(held[:: 2**12])
     settings = {"model": "any", "threads": 1}
     with started(noisy, sys.executable, settings) as worker:
-        assert worker.version == "1.0"
-        assert worker.time(Regime(1, 7, 3)) == {"prefill": 7.0, "decode": 3.0}
+        assert worker.about["version"] == "1.0"
+        values = worker.time(Regime(1, 7, 3))
+        assert (values["prefill"], values["decode"]) == (7.0, 3.0)
+        assert 2**20 < values["memory"] < 2**27
         assert worker.time(Regime(2, 8, 4))["decode"] == 4.0
-    assert worker.process.poll() is not None
+    assert worker.process.returncode == 0
 
 
-def test_an_engine_that_stops_says_why(noisy: Engine) -> None:
-    broken = {"model": "broken", "threads": None}
+@pytest.mark.parametrize(
+    ("model", "batch", "reason"),
+    [
+        ("broken", 1, "broken: the engine stopped: ValueError: bad weights"),
+        ("any", 13, "no room for 13"),
+        ("any", 14, "lack of memory; take a smaller --batch"),
+    ],
+)
+def test_an_engine_that_stops_says_why(
+    noisy: Engine, model: str, batch: int, reason: str
+) -> None:
+    """At once, though a process that it started still holds what it held."""
+    settings = {"model": model, "threads": None}
     with (
-        pytest.raises(MoesaicError, match=r"broken: the engine stopped .*bad weights"),
-        started(noisy, sys.executable, broken),
+        pytest.raises(MoesaicError, match=reason),
+        started(noisy, sys.executable, settings) as worker,
     ):
-        pass
+        worker.time(Regime(batch, 1, 1))
+
+
+def test_nothing_runs_on_after_an_interruption(noisy: Engine) -> None:
+    settings = {"model": "any", "threads": None}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        started(noisy, sys.executable, settings) as worker,
+    ):
+        raise KeyboardInterrupt
+    assert worker.process.returncode == -signal.SIGKILL
+
+
+def test_too_few_tokens_to_time(noisy: Engine) -> None:
     settings = {"model": "any", "threads": None}
     with (
         started(noisy, sys.executable, settings) as worker,
-        pytest.raises(MoesaicError, match="no room for 13"),
+        pytest.raises(MoesaicError, match="take a larger --decode"),
     ):
-        worker.time(Regime(13, 1, 1))
+        worker.time(Regime(1, 4, 0))
 
 
-def test_engines_that_are_not_there() -> None:
+def test_engines_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MoesaicError, match="did you mean vllm"):
         find_engine("vlm", None)
     with pytest.raises(MoesaicError, match="no Python there"):
         find_engine("vllm", "/nowhere/python")
-    with pytest.raises(MoesaicError, match="pip install llama-cpp-python"):
-        find_engine("llama.cpp", sys.executable)
+    absent = Engine("absent", "none.py", "no_such_module", "no-such-package")
+    monkeypatch.setitem(ENGINES, "absent", absent)
+    with pytest.raises(MoesaicError, match="pip install no-such-package"):
+        find_engine("absent", sys.executable)
     assert find_engine("transformers", None) == (ENGINES["transformers"], sys.executable)
 
 
@@ -175,7 +257,7 @@ def test_a_model_beside_itself(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"prefill": 4096}, "do not fit the context"),
+        ({"prefill": 4096}, "the context of .* is 64"),
         ({"rounds": 0}, "rounds 0"),
         ({"threads": 0}, "threads 0"),
         ({"engine": "vlm"}, "unknown engine"),
@@ -190,12 +272,23 @@ def test_bad_input_is_refused(folder: Path, changes: dict[str, Any], reason: str
 def test_llama_cpp_wants_a_file_and_one_sequence(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fake = Engine("llama.cpp", "none.py", "json", "nothing", most_at_once=1, reads_gguf=True)
+    fake = replace(ENGINES["llama.cpp"], module="json")
     monkeypatch.setitem(ENGINES, "llama.cpp", fake)
-    with pytest.raises(MoesaicError, match=r"moesaic export .* --format gguf"):
+    with pytest.raises(MoesaicError, match="moesaic export writes one"):
         bench(str(folder), engine="llama.cpp")
-    with pytest.raises(MoesaicError, match="no such file"):
+    with pytest.raises(MoesaicError, match="no such GGUF file"):
         bench(str(tmp_path / "no.gguf"), engine="llama.cpp")
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
     with pytest.raises(MoesaicError, match="runs 1 sequence at once"):
         bench(str(tmp_path / "some.gguf"), engine="llama.cpp", batches=(2,))
+    with pytest.raises(MoesaicError, match=r"--dtype float16 does not go with llama.cpp"):
+        bench(str(tmp_path / "some.gguf"), engine="llama.cpp", dtype="float16")
+
+
+def test_code_beside_the_weights_runs_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module="json"))
+    planned("moesaic").save_pretrained(tmp_path)
+    with pytest.raises(MoesaicError, match="say --trust-remote-code"):
+        bench(str(tmp_path), engine="vllm", prefill=8, decode=2)

@@ -110,7 +110,7 @@ def test_several_calibration_texts_are_a_domain_each(folder: Path, tmp_path: Pat
     alone = compared(folder, ["read-me", "static"])
     (lack,) = alone["missing"]
     assert "at least two domains" in lack["reason"]
-    with pytest.raises(MoesaicError, match="name each once"):
+    with pytest.raises(MoesaicError, match="each once"):
         compared(folder, "static", calibration=[sources[0], sources[0]])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.bench.engine import Engine, Worker, find_engine, started
-from moesaic.bench.floor import Counted, floor_of
+from moesaic.bench.floor import Counted, count, floor_of
 from moesaic.bench.regimes import Regime, make_regimes
 from moesaic.calibration.text import read_documents
 from moesaic.errors import MoesaicError
@@ -17,12 +18,14 @@ from moesaic.evaluate.work import is_converted
 from moesaic.families.load import (
     choose_device,
     context_of,
+    is_gguf,
     load_config,
     resolve,
 )
 
 ROUNDS = 5
 KINDS = ("prefill", "decode")
+AUTO = "auto"
 
 
 def bench(
@@ -36,8 +39,8 @@ def bench(
     engine_python: str | None = None,
     rounds: int = ROUNDS,
     threads: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str = AUTO,
+    dtype: str = AUTO,
     trust_remote_code: bool = False,
     progress: Callable[[str], Any] = lambda text: None,
 ) -> dict[str, Any]:
@@ -46,8 +49,10 @@ def bench(
     Both models are loaded, each in a process of its own, and timed in turn: `rounds`
     times after one that warms up, for every number of sequences at once in `batches`.
     A row has, for the prompt or for the tokens, the median of the ratios with the least
-    and the most, tokens per second, and the floor: the ratio that the counted work would
-    give. Memory is the most that a process held so far, in bytes, where it computes.
+    and the most, tokens per second, and the floor: the ratio of the counted works, where
+    both are known. Memory is the most that a process held so far, in bytes, where the
+    engine computes in it. A batch that stops the engine ends the run; the rows before it
+    are kept, and `skipped` says why.
 
     Models are folders or hub ids, for llama.cpp GGUF files. Raises MoesaicError for an
     engine that is not installed, a model that it cannot run, and numbers that do not fit.
@@ -58,77 +63,142 @@ def bench(
     if threads is not None and threads < 1:
         raise MoesaicError(f"threads {threads}: at least 1 computes")
     found, python = find_engine(engine, engine_python)
-    compute = choose_device(device)
+    _check_options(found, device=device, dtype=dtype, threads=threads)
+    compute = AUTO
+    if "device" not in found.refuses:
+        compute = str(choose_device(device))
     names = [model] if against is None else [model, against]
     configs = [
-        _check_model(name, found, prefill + decode, trust_remote_code)
+        _config_of(name, found, prefill + decode, trust_remote_code, dtype)
         for name in names
     ]
     kept, skipped = _fitting(regimes, found)
+    counted = [_counted(config, prefill) for config in configs]
     settings = {
         "text": "\n".join(read_documents("demo", heldout=True)),
         "context": prefill + decode + 1,
         "threads": threads,
-        "device": str(compute),
+        "device": compute,
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
+        "models": len(names),
+        "most_at_once": max(regime.batch for regime in kept),
     }
+    rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         workers = []
         for name, config in zip(names, configs, strict=True):
             progress(f"loading {name}")
-            own = config is not None and is_converted(config)
-            where = resolve(name)
-            more = settings | {"model": where, "own_architecture": own}
-            workers.append(stack.enter_context(started(found, python, more)))
-        rows = []
+            own = {
+                "model": resolve(name),
+                "own_architecture": config is not None and is_converted(config),
+                "cache_gib": _cache_gib(config, settings),
+            }
+            worker = started(found, python, settings | own)
+            workers.append(stack.enter_context(worker))
         for regime in kept:
-            times = _timed(workers, regime, rounds, progress)
+            try:
+                times = _timed(workers, regime, rounds, progress)
+            except MoesaicError as error:
+                if not rows:
+                    raise
+                skipped.append(f"batch {regime.batch}: {error}")
+                break
             for kind in KINDS:
                 row = _row(regime, kind, times)
-                row["floor"] = _floor(configs, regime, kind)
+                row["floor"] = None
+                if against is not None:
+                    ours, dense = counted
+                    row["floor"] = floor_of(ours, dense, regime, kind)
                 rows.append(row)
-        return {
-            "model": model,
-            "against": against,
-            "engine": engine,
-            "version": workers[0].version,
-            "device": str(compute),
-            "threads": threads,
-            "dtype": dtype,
-            "rounds": rounds,
-            "rows": rows,
-            "load_seconds": [worker.load_seconds for worker in workers],
-            "skipped": skipped,
-        }
+        about = [worker.about for worker in workers]
+    return {
+        "model": model,
+        "against": against,
+        "engine": engine,
+        "version": about[0]["version"],
+        "device": about[0]["device"],
+        "threads": threads,
+        "dtype": dtype,
+        "rounds": rounds,
+        "rows": rows,
+        "load_seconds": [one["load_seconds"] for one in about],
+        "skipped": skipped,
+    }
 
 
-def _check_model(
-    name: str, engine: Engine, tokens: int, trust_remote_code: bool
-) -> Any:
-    """The configuration, None of a GGUF file. Raises MoesaicError for a wrong kind."""
-    is_gguf = name.endswith(".gguf")
-    if engine.reads_gguf:
-        if not is_gguf:
+def _check_options(engine: Engine, **given: Any) -> None:
+    """Refuses what the engine decides by itself."""
+    for name in engine.refuses:
+        if given[name] not in (None, AUTO):
             raise MoesaicError(
-                f"{engine.name} runs GGUF files, and {name} is none; write one by "
-                f"moesaic export {name} --format gguf --output MODEL.gguf"
+                f"--{name} {given[name]} does not go with {engine.name}, which decides "
+                "that by itself"
             )
-        if not Path(name).is_file():
-            raise MoesaicError(f"{name}: no such file")
+
+
+def _config_of(
+    name: str,
+    engine: Engine,
+    tokens: int,
+    trust_remote_code: bool,
+    dtype: str,
+) -> Any:
+    """The configuration; None for llama.cpp. Raises MoesaicError for what cannot run."""
+    path = Path(name)
+    if engine.reads_gguf:
+        if not is_gguf(path):
+            raise MoesaicError(
+                f"{engine.name} runs GGUF files, and {name} is none; moesaic export "
+                "writes one of a converted model, llama.cpp's convert_hf_to_gguf.py one "
+                "of any other"
+            )
+        if not path.is_file():
+            raise MoesaicError(f"no such GGUF file: {name}")
         return None
-    if is_gguf and engine.name != "transformers":
+    if is_gguf(path) and engine.name != "transformers":
         raise MoesaicError(
             f"{name} is a GGUF file, which --engine llama.cpp runs"
         )
-    config = load_config(name, trust_remote_code)
+    config = load_config(name, trust_remote_code, dtype)
+    needs_code = is_converted(config) and engine.module != "moesaic"
+    if needs_code and not trust_remote_code:
+        raise MoesaicError(
+            f"{name} is of moesaic's own architecture, which {engine.name} runs by the "
+            "code beside the weights; say --trust-remote-code if you trust it"
+        )
     context = context_of(config)
+    # The last token's own answer is a token more.
     if tokens >= context:
         raise MoesaicError(
-            f"{tokens} tokens of a prompt and after it do not fit the context of "
-            f"{name}, {context}; take a smaller --prefill or --decode"
+            f"prompt and tokens after it are {tokens} with one more to answer, and the "
+            f"context of {name} is {context}; take a smaller --prefill or --decode"
         )
     return config
+
+
+def _counted(config: Any, prompt: int) -> Counted | None:
+    """The model's work; None where it cannot be counted."""
+    if config is None:
+        return None
+    try:
+        return count(config, prompt)
+    except MoesaicError:
+        return None
+
+
+def _cache_gib(config: Any, settings: dict[str, Any]) -> int:
+    """Room for keys and values of all sequences in float32, and 1 GiB."""
+    if config is None:
+        return 1
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    of_token = 2 * text.num_hidden_layers * key_heads * head_dim * 4
+    tokens = settings["context"] * settings["most_at_once"]
+    gib: int = 1 + math.ceil(of_token * tokens / 2**30)
+    return gib
 
 
 def _fitting(
@@ -170,16 +240,16 @@ def _row(
     regime: Regime, kind: str, times: list[list[dict[str, float]]]
 ) -> dict[str, Any]:
     """One kind of work: tokens per second, and ours over the other one's seconds."""
-    tokens = regime.batch * (regime.prompt if kind == "prefill" else regime.new)
+    of_one = regime.prompt if kind == "prefill" else regime.new
+    tokens = regime.batch * of_one
     seconds = [[one[kind] for one in of_worker] for of_worker in times]
+    medians = [statistics.median(of_worker) for of_worker in seconds]
     row: dict[str, Any] = {
         "kind": kind,
         "batch": regime.batch,
         "tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": [
-            tokens / statistics.median(of_worker) for of_worker in seconds
-        ],
+        "tokens_per_second": [tokens / median for median in medians],
         "memory": [of_worker[-1].get("memory") for of_worker in times],
     }
     if len(seconds) == 2:
@@ -189,12 +259,3 @@ def _row(
         row["least"] = min(ratios)
         row["most"] = max(ratios)
     return row
-
-
-def _floor(configs: list[Any], regime: Regime, kind: str) -> float | None:
-    """The ratio that the counted work would give; None where it cannot be counted."""
-    if len(configs) < 2 or None in configs:
-        return None
-    ours, dense = [Counted.of(config, regime.prompt) for config in configs]
-    floor = floor_of(dense, ours, regime)
-    return float(getattr(floor, kind))

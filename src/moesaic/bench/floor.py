@@ -1,85 +1,134 @@
-"""The least time that a model can take, over the dense model's.
+"""The time that a model's counted work would take, over the dense model's.
 
-A prompt waits for multiply-accumulates, a token for the weights that are read. Both are
-counted, not measured: no engine gets below, and one that is not well made stays above.
+A prompt waits for multiply-accumulates, a token for the weights that are read. The cache
+of keys and values, which both models read alike, is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moesaic.bench.regimes import Regime
-from moesaic.evaluate.weight_bytes import WeightBytes, count_bytes
-from moesaic.evaluate.work import Macs, count_macs, is_converted, meta_model
+from moesaic.evaluate.weight_bytes import count_bytes
+from moesaic.evaluate.work import (
+    Macs,
+    count_macs,
+    is_converted,
+    meta_model,
+    routed_weights,
+)
+from moesaic.families import Mixtures, find_ffns
+from moesaic.modeling import MoEConfig
 
 
 @dataclass(frozen=True)
-class Floor:
-    """Time over the dense model's that its work alone would take."""
+class RoutedBytes:
+    """Bytes of one layer's routed experts, and the share of them that a token runs."""
 
-    prefill: float
-    decode: float
+    all: float
+    running: float
+
+    def beyond_one_token(self, batch: int) -> float:
+        """What one token of each of `batch` sequences reads more than one token does.
+
+        An expert rests for all of them with probability (1 - p)^batch, where tokens
+        choose evenly and by themselves.
+        """
+        read = 1 - (1 - self.running) ** batch
+        return self.all * (read - self.running)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Work of a model: of the tokens of a prompt, and bytes for one token more."""
+    """Work of a model: of a prompt, and for one token after it.
 
-    macs: Macs
-    bytes: WeightBytes
-    running: float  # share of the routed experts, or of inputs, that one token chooses
-
-    @classmethod
-    def of(cls, config: Any, prompt: int) -> Counted:
-        """Counts from a configuration alone."""
-        skeleton = meta_model(config)
-        macs = count_macs(skeleton, prompt)
-        return cls(macs, count_bytes(skeleton), _running(config))
-
-
-def floor_of(dense: Counted, ours: Counted, regime: Regime) -> Floor:
-    """What the counted work allows.
-
-    A prompt needs the head for its last token only. Tokens of several sequences read an
-    expert once if any of them runs it.
+    `prompt_macs` is None where a prompt runs other weights than the tokens after it.
+    `routed` is None where it is not known what several tokens read together.
     """
-    prefill = _of_prompt(ours.macs, regime.prompt) / _of_prompt(
-        dense.macs, regime.prompt
-    )
-    read = batch_bytes(dense.bytes, ours.bytes, ours.running, regime.batch)
-    decode = (read + ours.bytes.rest) / dense.bytes.total
-    return Floor(prefill, decode)
+
+    prompt_macs: float | None
+    token_bytes: float
+    routed: Sequence[RoutedBytes] | None = ()
+
+    def decode_bytes(self, batch: int) -> float | None:
+        """Bytes for one token of each of `batch` sequences."""
+        if batch == 1:
+            return self.token_bytes
+        if self.routed is None:
+            return None
+        more = sum(layer.beyond_one_token(batch) for layer in self.routed)
+        return self.token_bytes + more
 
 
-def batch_bytes(
-    dense: WeightBytes, ours: WeightBytes, running: float, batch: int
-) -> float:
-    """Bytes of FFN weights that one token of each of `batch` sequences reads together.
+def count(config: Any, prompt: int) -> Counted:
+    """Counts from a configuration alone, for a prompt of so many tokens.
 
-    One token runs a share p of the routed experts, so an expert rests for all of them
-    with probability (1 - p)^batch, where tokens choose evenly and by themselves. No more
-    is read than the dense FFNs hold, or one token of ours reads.
+    Raises MoesaicError for a family whose FFNs are not recognised.
     """
-    whole = max(dense.ffn, ours.ffn)
-    spared = whole - ours.ffn
-    return whole - spared * (1 - running) ** (batch - 1)
+    skeleton = meta_model(config)
+    macs = count_macs(skeleton, prompt)
+    prompt_macs: float | None = macs_of_prompt(macs, prompt)
+    token_bytes = count_bytes(skeleton).total
+    weight = next(skeleton.parameters())
+    routed = _routed(config, skeleton, weight.element_size())
+    if is_converted(config):
+        router = config.moesaic.router
+        if router is not None and router.prompt is not None:
+            prompt_macs = None
+    return Counted(prompt_macs, token_bytes, routed)
 
 
-def _of_prompt(macs: Macs, prompt: int) -> float:
-    """Multiply-accumulates of a prompt, attention scores among them."""
+def macs_of_prompt(macs: Macs, prompt: int) -> float:
+    """Of attention, its scores, FFNs and routers, and of the head for the last token."""
     last_token = macs.head / prompt
     return macs.total - macs.head + last_token + macs.scores
 
 
-def _running(config: Any) -> float:
-    """Share of what it could read that a token chooses; 0 where nothing is chosen."""
-    if not is_converted(config):
-        return 0.0
-    moe = config.moesaic
-    if moe.linears is not None:
-        return float(moe.linears.share)
+def floor_of(
+    ours: Counted | None, dense: Counted | None, regime: Regime, kind: str
+) -> float | None:
+    """The ratio of the counted works; None where one of them is not known."""
+    if ours is None or dense is None:
+        return None
+    if kind == "prefill":
+        ours_work, dense_work = ours.prompt_macs, dense.prompt_macs
+    else:
+        ours_work = ours.decode_bytes(regime.batch)
+        dense_work = dense.decode_bytes(regime.batch)
+    if ours_work is None or dense_work is None:
+        return None
+    return ours_work / dense_work
+
+
+def _routed(
+    config: Any, skeleton: Any, item_bytes: int
+) -> list[RoutedBytes] | None:
+    """The routed experts of every layer; None where that does not describe the model."""
+    if is_converted(config):
+        return _of_converted(config.moesaic, item_bytes)
+    ffns = find_ffns(skeleton)
+    if not isinstance(ffns, Mixtures):
+        return []
+    of_one = routed_weights(ffns) / ffns.outer_active
+    running = ffns.outer_active / ffns.num_outer
+    return [RoutedBytes(of_one * ffns.num_outer * item_bytes, running)]
+
+
+def _of_converted(moe: MoEConfig, item_bytes: int) -> list[RoutedBytes] | None:
+    if moe.linears is not None or moe.outer is not None:
+        return None
     if moe.router is None:
-        return 0.0
-    sizes = moe.first_sizes
-    return float(sizes.num_active / max(sizes.num_routed, 1))
+        return []
+    if not moe.block.replacement.startswith("experts"):
+        return None
+    routed = []
+    for sizes in moe.sizes:
+        if sizes.stored > sizes.total:  # experts that share neurons
+            return None
+        neurons = sizes.num_routed * sizes.expert
+        weights = neurons * moe.block.matrices * moe.block.hidden_size
+        running = sizes.num_active / max(sizes.num_routed, 1)
+        routed.append(RoutedBytes(weights * item_bytes, running))
+    return routed

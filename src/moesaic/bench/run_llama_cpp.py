@@ -8,21 +8,28 @@ from typing import Any
 from worker import peak, repeated, serve
 
 
-def load(settings: dict[str, Any]) -> tuple[Any, str]:
+def load(settings: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """The model, and its tokenizer's ids of the text."""
     import llama_cpp
 
+    on_gpu = (
+        settings["device"] != "cpu" and llama_cpp.llama_supports_gpu_offload()
+    )
     threads = settings["threads"] or None
     llama = llama_cpp.Llama(
         settings["model"],
         n_ctx=settings["context"],
         n_threads=threads,
         n_threads_batch=threads,
-        n_gpu_layers=0 if settings["device"] == "cpu" else -1,
+        n_gpu_layers=-1 if on_gpu else 0,
         verbose=False,
     )
     ids = llama.tokenize(settings["text"].encode())
-    return (llama, ids), llama_cpp.__version__
+    about = {
+        "version": llama_cpp.__version__,
+        "device": "gpu" if on_gpu else "cpu",
+    }
+    return (llama, ids), about
 
 
 def measure(

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import transformers
-from worker import peak, repeated, serve
+from worker import peak, rows_of, serve
 
 
-def load(settings: dict[str, Any]) -> tuple[Any, str]:
+def load(settings: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """The model, its tokenizer's ids of the text, and the device."""
     from moesaic.families.load import load_model, load_tokenizer
 
@@ -21,7 +21,8 @@ def load(settings: dict[str, Any]) -> tuple[Any, str]:
     device = torch.device(settings["device"])
     model = load_model(name, settings["dtype"], trust, device).eval()
     ids = load_tokenizer(name, trust)(settings["text"])["input_ids"]
-    return (model, ids, device), transformers.__version__
+    about = {"version": transformers.__version__, "device": str(device)}
+    return (model, ids, device), about
 
 
 @torch.inference_mode()
@@ -30,12 +31,7 @@ def measure(
 ) -> tuple[float, float]:
     """The tokens are given, so that all models do the same passes."""
     model, ids, device = loaded
-    rows = []
-    for row in range(batch):
-        start = row * prompt % len(ids)
-        rotated = ids[start:] + ids[:start]
-        rows.append(repeated(rotated, prompt + new))
-    ids_BL = torch.tensor(rows, device=device)
+    ids_BL = torch.tensor(rows_of(ids, batch, prompt + new), device=device)
     started = time.perf_counter()
     outputs = model(
         input_ids=ids_BL[:, :prompt], use_cache=True, logits_to_keep=1
@@ -60,10 +56,11 @@ def wait_for(outputs: Any) -> None:
 
 
 def memory() -> int:
-    """Of this process, and of the accelerator where there is one."""
-    held: int = peak()
+    """Of the GPU where one was used, else of this process."""
+    on_gpu = 0
     if torch.cuda.is_available():
-        held += torch.cuda.max_memory_allocated()
+        on_gpu = torch.cuda.max_memory_allocated()
+    held: int = on_gpu or peak()
     return held
 
 

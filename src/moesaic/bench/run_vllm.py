@@ -6,34 +6,36 @@ import os
 import time
 from typing import Any
 
-from worker import repeated, serve
+from worker import rows_of, serve
 
-GIB_OF_CACHE = (
-    "2"  # for keys and values on a CPU; vLLM would take nearly all memory
-)
+GPU_SHARE = 0.9  # of its memory, for all models together
 
 
-def load(settings: dict[str, Any]) -> tuple[Any, str]:
+def load(settings: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """The model, and its tokenizer's ids of the text."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", GIB_OF_CACHE)
-    if settings["threads"]:
-        os.environ["OMP_NUM_THREADS"] = str(settings["threads"])
+    # On a CPU vLLM would take nearly all memory for keys and values.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings["cache_gib"]))
     import vllm
+    from vllm.platforms import current_platform
 
-    more = {}
+    more: dict[str, Any] = {"trust_remote_code": settings["trust_remote_code"]}
     if settings["own_architecture"]:
-        more = {"model_impl": "transformers", "trust_remote_code": True}
-    elif settings["trust_remote_code"]:
-        more = {"trust_remote_code": True}
+        more["model_impl"] = "transformers"
     llm = vllm.LLM(
         settings["model"],
         dtype=settings["dtype"],
         max_model_len=settings["context"],
+        max_num_seqs=settings["most_at_once"],
+        gpu_memory_utilization=GPU_SHARE / settings["models"],
         enable_prefix_caching=False,
         **more,
     )
     ids = llm.get_tokenizer()(settings["text"])["input_ids"]
-    return (llm, ids), vllm.__version__
+    about = {
+        "version": vllm.__version__,
+        "device": current_platform.device_type,
+    }
+    return (llm, ids), about
 
 
 def measure(
@@ -41,11 +43,7 @@ def measure(
 ) -> tuple[float, float]:
     """Seconds for one token after the prompts, and for `new` more."""
     llm, ids = loaded
-    prompts = []
-    for row in range(batch):
-        start = row * prompt % len(ids)
-        rotated = ids[start:] + ids[:start]
-        prompts.append({"prompt_token_ids": repeated(rotated, prompt)})
+    prompts = [{"prompt_token_ids": row} for row in rows_of(ids, batch, prompt)]
     first = timed(llm, prompts, 1)
     whole = timed(llm, prompts, 1 + new)
     return first, whole - first

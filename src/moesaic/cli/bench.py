@@ -77,7 +77,7 @@ def bench_command(
 
     if against == "none":
         against = None
-    elif against is None and not model.endswith(".gguf"):
+    elif against is None and not model.lower().endswith(".gguf"):
         against = default_dense(model, trust_remote_code)
     with status("timing") as tell:
         result = bench(
@@ -105,7 +105,7 @@ def _print(result: dict[str, Any]) -> None:
     meanings = [
         "prefill: tokens of a prompt, read at once",
         "decode: tokens after it, one at a time of every sequence",
-        "batch: sequences at once",
+        "batch: sequences at once; tokens/s are those of all together",
     ]
     if beside:
         names += ["of dense", "time over dense", "floor", "over floor"]
@@ -113,6 +113,7 @@ def _print(result: dict[str, Any]) -> None:
             "time over dense: median of the rounds (least to most); below 1 is faster",
             "floor: what the counted work would give: multiply-accumulates of a prompt, "
             "bytes of weights for a token",
+            "over floor: the time over that of the counted work",
         ]
     table = explained(*names, meanings=meanings)
     for row in result["rows"]:
@@ -125,10 +126,11 @@ def _print(result: dict[str, Any]) -> None:
         table.add_row(*cells)
     out.print(table)
     where = f"{result['engine']} {result['version']} on {result['device']}"
-    out.print(f"{result['model']}, {where}, {result['rounds']} rounds")
+    about = f"{result['model']}, {where}, rounds: {result['rounds']}"
+    out.print(about, markup=False, highlight=False)
     _print_memory(result)
     for line in result["skipped"]:
-        out.print(f"not timed: {line}")
+        out.print(f"not timed: {line}", markup=False, highlight=False)
 
 
 def _floor_cells(row: dict[str, Any]) -> list[str]:

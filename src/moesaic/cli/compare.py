@@ -67,7 +67,7 @@ def compare_command(
         list[str] | None,
         typer.Option(
             help="Text that the model is run on, as for convert. More than one: as many "
-            "windows of each. [default: wikitext2, or demo for the demo model]"
+            "calibration windows of each. [default: wikitext2, or demo for the demo model]"
         ),
     ] = None,
     text: Annotated[

@@ -74,9 +74,12 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         labels_of(self.methods + self.references)
-        if len(set(self.calibration)) < len(self.calibration):
+        sources = {Path(source).resolve() for source in self.calibration}
+        if not sources or len(sources) < len(self.calibration):
             listed = ", ".join(self.calibration)
-            raise MoesaicError(f"calibration texts {listed}: name each once")
+            raise MoesaicError(
+                f"calibration texts {listed!r}: at least one is needed, each once"
+            )
         if self.seeds < 1 or self.max_tokens < 2 or not self.goals:
             sparsities = list(self.sparsities)
             raise MoesaicError(

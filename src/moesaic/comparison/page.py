@@ -119,10 +119,11 @@ def goals_of(rows: list[Row], missing: list[Missing]) -> list[Goal]:
 
 def _columns_of_text(text: str, rows: list[Row], alone: bool) -> list[Column]:
     """Perplexity over dense on one text, before and after fine-tuning."""
-    of_text = "" if alone else f": {Path(text).name}"
+    name = short_name(text, rows)
+    of_text = "" if alone else f": {name}"
     columns = [
         Column(
-            f"over dense: {Path(text).name}",
+            f"over dense: {name}",
             "perplexity over the dense model's, lower is better",
             lambda row: _with_spread(row.ratio, row.spread, text),
         )
@@ -141,6 +142,14 @@ def _columns_of_text(text: str, rows: list[Row], alone: bool) -> list[Column]:
             ),
         ]
     return columns
+
+
+def short_name(text: str, rows: list[Row]) -> str:
+    """Its file's name; the whole path where another text has the same."""
+    name = Path(text).name
+    texts = rows[0].ratio if rows else {}
+    alike = [other for other in texts if Path(other).name == name]
+    return text if len(alike) > 1 else name
 
 
 def _with_spread(

@@ -41,7 +41,7 @@ def resolve(model: str | Path) -> str:
     if path.is_dir():
         _check_folder(path)
         return str(path)
-    if _is_gguf(path):
+    if is_gguf(path):
         _check_gguf(path)
         return str(path)
     if path.exists():
@@ -72,7 +72,8 @@ def _check_folder(folder: Path) -> None:
     raise MoesaicError(f"{folder} is no model folder: it has no config.json")
 
 
-def _is_gguf(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Whether the path is named as a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -158,7 +159,7 @@ def load_config(
         if family is not None and family not in CONFIG_MAPPING:
             raise unknown("model family", family, CONFIG_MAPPING) from error
         raise _cannot_load(model, error) from error
-    if _is_gguf(Path(where)):
+    if is_gguf(Path(where)):
         _clear_gguf_marks(config, where)
         config.dtype = read_header(Path(where)).dtype
     if dtype != "auto":
@@ -175,7 +176,7 @@ def _shown_to_transformers(where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     A GGUF file is shown alone in a folder: what lies beside it, such as an adapter or
     another tokenizer, is not of the model.
     """
-    if not _is_gguf(Path(where)):
+    if not is_gguf(Path(where)):
         yield where, {}
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +251,7 @@ def load_model(
     config = load_config(model, trust_remote_code)
     path = Path(resolve(model))
     _check_index(path)
-    if _is_gguf(path):
+    if is_gguf(path):
         loaded, info = _read_gguf(model, config, dtype)
     else:
         loaded, info = _read_checkpoint(model, config, dtype, trust_remote_code)
@@ -445,7 +446,7 @@ def source_of(model: Any) -> str | None:
     if not isinstance(model, str | Path):
         return None
     path = Path(model)
-    if not _is_gguf(path):
+    if not is_gguf(path):
         return None
     header = read_header(path)
     verb = "dequantised" if header.quantised else "read"

@@ -1,7 +1,7 @@
-"""Expert methods whose router may also be the paper's analytical one.
+"""Expert methods whose router may also be the analytical one of CMoE.
 
-The paper's ablation asks what each grouping of neurons is worth under its own router
-and under the analytical one ("+ ours").
+The ablation of that paper (Pei et al., ACL 2026) asks what each grouping of neurons is
+worth under its own router and under the analytical one ("+ ours").
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moesaic.modeling import RouterConfig
 from moesaic.parts.representatives import analytical_router
 
 ANALYTICAL = "analytical"
-ANALYTICAL_TOP_K = 10  # K_a of the paper
+ANALYTICAL_TOP_K = 10  # K_a of that paper
 
 
 def router_setting(own: str, what: str) -> Any:
