@@ -328,7 +328,7 @@ def test_the_page_has_every_row_with_both_works(result: Any) -> None:
             if line[0] == found.method and line[ffn_bytes] == f"{found.ffn_bytes:.3f}"
         )  # fmt: skip
         assert float(line[macs]) == pytest.approx(found.macs, abs=5e-4)
-    assert "## FFNs read 70.0% of the dense FFNs' bytes" in page
+    assert "## FFNs read 70% of the dense FFNs' bytes" in page
     assert "- FFN bytes: bytes of weights that the FFNs read for one token" in page
 
 

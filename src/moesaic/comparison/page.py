@@ -27,9 +27,9 @@ ORACLES = (
     "what to run were free"
 )
 _TITLES = {
-    SPARSITY: "{:.0%} of the FFN neurons skipped",
-    FFN_BYTES: "FFNs read {:.1%} of the dense FFNs' bytes",
-    FFN_MACS: "FFNs do {:.1%} of the dense FFNs' multiply-accumulates",
+    SPARSITY: "{:.4g}% of the FFN neurons skipped",
+    FFN_BYTES: "FFNs read {:.4g}% of the dense FFNs' bytes",
+    FFN_MACS: "FFNs do {:.4g}% of the dense FFNs' multiply-accumulates",
 }
 
 
@@ -46,7 +46,8 @@ def title_of(goal: Goal) -> str:
     """What all rows of a table have in common, in words."""
     if goal.equal == LAYOUT:
         return "one layout"
-    return _TITLES[goal.equal].format(goal.at)
+    assert goal.at is not None
+    return _TITLES[goal.equal].format(100 * goal.at)
 
 
 def ranking(rows: list[Row]) -> list[Column]:

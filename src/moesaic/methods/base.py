@@ -436,7 +436,7 @@ class LinearMethod(Method):
         return [
             MoEConfig(
                 method=self.to_dict(),
-                layout=f"{sparsity:.0%} sparse",
+                layout=f"{100 * sparsity:.4g}% sparse",
                 block=block_config(shape.ffn, None),
                 path=shape.path,
                 identities=shape.identities,
@@ -490,7 +490,7 @@ class ModelMethod(Method):
         return [
             MoEConfig(
                 method=self.to_dict(),
-                layout=f"{sparsity:.0%} removed",
+                layout=f"{100 * sparsity:.4g}% removed",
                 block=block_config(shape.ffn, None),
                 path=shape.path,
                 identities=(),
