@@ -239,6 +239,12 @@ def _print(report: FinetuneReport, output: Path) -> None:
         out.print(
             f"dense model tuned likewise: {report.teacher_perplexity:.4f}, ratio {ratio:.4f}"
         )
+    if report.teacher_trained_weights is not None:
+        ours = report.trained_weights / 1e6
+        teacher = report.teacher_trained_weights / 1e6
+        out.print(
+            f"trained weights: {ours:.2f} million, {teacher:.2f} million of the dense model"
+        )
     if report.folded_perplexity is not None:
         how = (
             "folded into the experts"

@@ -120,6 +120,12 @@ def targets(model: Any) -> tuple[list[str], list[str]]:
     return linears, sorted(experts)
 
 
+def trained_weights(model: Any) -> int:
+    """How many weights are trained: of LoRA, routers and gates."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return sum(parameter.numel() for parameter in trained)
+
+
 def trained_routers(model: Any) -> list[str]:
     """Ends of the names of our routers, by which they differ from a mixture's own."""
     ends = set()

@@ -18,7 +18,10 @@ class FinetuneReport:
 
     `perplexity` is the trained model's as it was trained, `folded_perplexity` with its
     gates folded into the experts; `folded` says whether that is what was written.
-    `teacher_perplexity` is the dense model's, where it was tuned likewise. `distill` is
+    `teacher_perplexity` is the dense model's, where it was tuned likewise. Of how many
+    weights each was trained, `trained_weights` and `teacher_trained_weights` say:
+    experts have LoRA weights each, and learn by more of them than the dense model has.
+    `distill` is
     the teacher's name or path, None where there was none. `rates` are learning rates.
     """
 
@@ -36,6 +39,8 @@ class FinetuneReport:
     folded: bool = False
     teacher_tuned: bool = False
     teacher_perplexity: float | None = None
+    trained_weights: int = 0
+    teacher_trained_weights: int | None = None
     loads_before: list[dict[str, Any]] = field(default_factory=list)
     loads_after: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0

@@ -152,6 +152,7 @@ def run(
         if inputs.options.tune_teacher:
             teacher = tune_teacher(teacher, inputs, draft, report)
         trained = train_student(student, teacher, inputs, draft)
+        report.trained_weights = trained.weights
         if not is_first_process(options):
             return report
         load_again_if_sharded(trained, inputs)
@@ -294,6 +295,7 @@ def tune_teacher(
         folder=draft / "teacher",
         resume=options.resume,
     )
+    report.teacher_trained_weights = trained.weights
     teacher = merge_lora(trained.model)
     validation = inputs.text.validation
     if validation is not None and is_first_process(options):

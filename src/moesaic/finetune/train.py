@@ -27,6 +27,7 @@ from moesaic.finetune.lora import (
     freeze,
     parameter_groups,
     routers_of,
+    trained_weights,
     wrap,
 )
 from moesaic.finetune.masked import masked
@@ -49,6 +50,7 @@ class Trained:
     """A model after training, still wrapped, with what was logged and its loads.
 
     `sharded` is the folder of the adapter that several processes gathered, else None.
+    `weights` counts what was trained.
     """
 
     model: Any
@@ -56,6 +58,7 @@ class Trained:
     loads_before: Loads | None
     sharded: Path | None = None
     loads_after: Loads | None = None
+    weights: int = 0
 
 
 def train(
@@ -85,6 +88,7 @@ def train(
     first_windows_NL = windows_NL[: max(1, count)]
     loads = measure_loads(model, first_windows_NL)
     wrapped = wrap(model, settings.rank, settings.alpha, settings.freeze_router)
+    weights = trained_weights(wrapped)
     balancer = None
     if loads is not None and settings.balance_rate:
         balancer = Balancer(
@@ -115,7 +119,7 @@ def train(
     history = [line for line in log if "loss" in line]
     sharded = _gathered_adapter(trainer, folder)
     unwrapped = trainer.accelerator.unwrap_model(trainer.model)
-    return Trained(unwrapped, history, loads, sharded)
+    return Trained(unwrapped, history, loads, sharded, weights=weights)
 
 
 @contextmanager
