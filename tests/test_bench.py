@@ -169,9 +169,7 @@ def test_answers_are_told_from_noise(noisy: Engine) -> None:
         ("any", 14, "lack of memory; take a smaller --batch"),
     ],
 )
-def test_an_engine_that_stops_says_why(
-    noisy: Engine, model: str, batch: int, reason: str
-) -> None:
+def test_an_engine_that_stops_says_why(noisy: Engine, model: str, batch: int, reason: str) -> None:
     """At once, though a process that it started still holds what it held."""
     settings = {"model": model, "threads": None}
     with (

@@ -377,6 +377,13 @@ def test_a_teacher_is_tuned_on_the_same_windows_first(
     held = torch.tensor(ids)[-(len(ids) // 10) :]
     untuned, _ = moesaic.perplexity(load_model(dense), held, 64)
     assert report.teacher_perplexity < 0.9 * untuned
+    linears = [
+        module for path, module in load_model(dense).named_modules()
+        if isinstance(module, torch.nn.Linear) and ".layers." in path
+    ]  # fmt: skip
+    of_rank_one = sum(module.in_features + module.out_features for module in linears)
+    assert report.teacher_trained_weights == report.settings["rank"] * of_rank_one
+    assert report.trained_weights > report.teacher_trained_weights
     assert "Dense model, tuned likewise" in (tmp_path / "out" / "README.md").read_text()
     assert load_model(tmp_path / "out").config.moesaic.finetune["teacher_tuned"]
 
