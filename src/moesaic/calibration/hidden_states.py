@@ -82,6 +82,11 @@ class Stream:
                 call = self._until_ffn(layer, hidden_BLD)
             yield call
 
+    def run_until_ffn(self, layer: int) -> None:
+        """All tokens, for hooks on what a layer does before its FFN; no one moves on."""
+        for _, hidden_BLD in self._blocks():
+            self._until_ffn(layer, hidden_BLD)
+
     @property
     def tokens(self) -> int:
         samples, length, _ = self.hidden_NLD.shape

@@ -28,7 +28,7 @@ def model_card(
     """README.md of a converted model; `recovery` says how it was trained afterwards."""
     base = moe.base_model
     alone = moe.first_sizes.expert == 1
-    ordinary = moe.changes is not None
+    ordinary = moe.is_ordinary
     title = f"{Path(base).name}, {report.layout}"
     method = _method(moe.name)
     trained = "without training"

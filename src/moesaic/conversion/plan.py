@@ -77,14 +77,17 @@ class Plan:
     @property
     def is_ordinary(self) -> bool:
         """Whether the result is a model of the dense one's own family."""
-        return self.moe.changes is not None
+        return self.moe.is_ordinary
 
     @cached_property
     def config(self) -> Any:
         """The configuration of the result."""
+        config = self.dense_config
+        if self.moe.changes is not None:
+            config = changed_config(config, self.moe)
         if self.is_ordinary:
-            return changed_config(self.dense_config, self.moe)
-        return our_config(self.dense_config, self.moe)
+            return config
+        return our_config(config, self.moe)
 
     @cached_property
     def macs(self) -> Macs:

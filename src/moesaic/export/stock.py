@@ -53,6 +53,11 @@ def common_reasons(config: Any) -> list[str]:
         return [
             f"method {moe.name} made linear layers that skip inputs; stock do not"
         ]
+    if moe.shortcuts:
+        return [
+            f"method {moe.name} put matrices on the shortcuts around attention and FFN; "
+            "stock layers have none there"
+        ]
     reasons = []
     if family not in FAMILIES:
         reasons.append(

@@ -31,6 +31,7 @@ from moesaic.finetune.options import (
 )
 from moesaic.finetune.prepare import (
     LINEARS_STAY,
+    NO_FFNS,
     check_rank,
     windows_and_settings,
 )
@@ -98,11 +99,8 @@ def why_not(moe: MoEConfig) -> str | None:
     """Why `moesaic.finetune` takes no model of such a plan; None where it does."""
     if moe.linears is not None:
         return LINEARS_STAY
-    if moe.changes is not None:
-        return (
-            "it leaves a model of the dense family, which moesaic finetune does not "
-            "take"
-        )
+    if not moe.layers:
+        return NO_FFNS
     return None
 
 

@@ -36,6 +36,7 @@ from moesaic.output import draft as checkpoint
 MOST_TOKENS = 2**28  # 2 GB of ids
 DISTILLED = Mix(lm=0.5, logits=0.5, ffn=3.0)
 LINEARS_STAY = "linear layers that skip inputs, which are not fine-tuned yet"
+NO_FFNS = "it changes the whole model, and moesaic finetune is for FFNs that were replaced"
 TEACHER_ADVICE = (
     "name it with --distill PATH, or train without a teacher by --distill none"
 )
@@ -153,6 +154,11 @@ def _check_converted(model: str, config: Any) -> None:
     if config.moesaic.linears is not None:
         raise MoesaicError(
             f"{model} has {LINEARS_STAY}; fine-tune a model whose FFNs were converted"
+        )
+    if not config.moesaic.layers:
+        raise MoesaicError(
+            f"{model} is made by method {config.moesaic.name}: {NO_FFNS}; fine-tune a "
+            "model whose FFNs were converted"
         )
 
 

@@ -37,7 +37,7 @@ from moesaic.families.load import (
 from moesaic.finetune.checks import check_options
 from moesaic.finetune.model_card import recovery_rows
 from moesaic.finetune.options import FinetuneOptions
-from moesaic.finetune.prepare import TrainingText, check_rank
+from moesaic.finetune.prepare import NO_FFNS, TrainingText, check_rank
 from moesaic.finetune.report import FinetuneReport
 from moesaic.finetune.run import keep_checkpoints, run
 from moesaic.output import draft as drafts
@@ -92,6 +92,11 @@ def check_recovery(prepared: Prepared, tokens: int) -> None:
         raise MoesaicError(
             f"recover: method {plan.method.name!r} replaces linear layers, which are "
             "not fine-tuned yet; leave out recover, or take a method for FFNs"
+        )
+    if not plan.moe.layers:
+        raise MoesaicError(
+            f"recover: method {plan.method.name!r} cannot be fine-tuned: {NO_FFNS}; "
+            "leave out recover, or take a method for FFNs"
         )
     _check_dtype(options, plan.dense_config)
     _check_tokens(prepared, tokens)

@@ -4,7 +4,8 @@ Table of contents: `moe_config` types of config.json; `projections`, `copies`,
 `routers`, `neuron_routers`, `token_ids`, `experts` the parts; `replacement` what stands
 in for a module, `block` and `mean_block` for an FFN, `neurons` for an FFN neuron by
 neuron, `prompt_neurons` for an FFN whose neurons a prompt chooses, `hierarchy` for the
-experts of a mixture, `linears` for a linear layer; `modeling` the models that carry
+experts of a mixture, `linears` for a linear layer, `shortcuts` for a decoder
+layer that is passed by in other axes; `modeling` the models that carry
 them.
 """
 
@@ -65,6 +66,7 @@ from .routers_moesaic import (
     choose_experts,
     new_router,
 )
+from .shortcuts_moesaic import with_shortcuts
 from .token_ids_moesaic import TokenIds, token_ids_of
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
@@ -124,4 +126,5 @@ __all__ = [
     "padded",
     "token_ids_of",
     "unpacked",
+    "with_shortcuts",
 ]

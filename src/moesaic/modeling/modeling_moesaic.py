@@ -28,6 +28,7 @@ from .neurons_moesaic import MoesaicNeurons
 from .prompt_neurons_moesaic import MoesaicPromptNeurons
 from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import MoesaicRouter
+from .shortcuts_moesaic import with_shortcuts
 
 REPLACEMENTS: dict[str, Any] = {
     "experts": MoesaicBlock,
@@ -100,6 +101,14 @@ def install_linear(
 ) -> None:
     """Puts a replacement in the place of one linear layer."""
     _put(base_model, path, module, config)
+
+
+def install_shortcuts(base_model: nn.Module, config: Any) -> None:
+    """Puts shortcuts without weights around attention and FFN of every layer."""
+    layers_path, _, _ = config.moesaic.path.partition(".{}.")
+    layers: Any = base_model.get_submodule(layers_path)
+    for number, layer in enumerate(layers):
+        layers[number] = with_shortcuts(layer, config.hidden_size)
 
 
 def _put(root: nn.Module, path: str, module: nn.Module, config: Any) -> None:
@@ -195,6 +204,8 @@ class _FamilyModel:
         super().__init__(config, *args, **kwargs)
         base_model = getattr(self, self.base_model_prefix, self)
         moe = config.moesaic
+        if moe.shortcuts:
+            install_shortcuts(base_model, config)
         for layer in moe.layers:
             replacement = new_replacement(moe, layer)
             install(base_model, config, layer, replacement)

@@ -322,7 +322,8 @@ class MoEConfig:
     - `linears`: only where linear layers were replaced
     - `outer`: only where the model was a mixture before
     - `changes`: only where the result is a model of the dense one's family: what its
-      configuration says otherwise. Nothing else of this is needed to build it then
+      configuration says otherwise. Nothing else of this is needed to build it then,
+      unless `shortcuts`: matrices stand beside attention and FFN of every layer
     - `base_model`, `source`, `calibration`, `versions`, `finetune`: how it was made
     """
 
@@ -336,6 +337,7 @@ class MoEConfig:
     outer: OuterConfig | None = None
     linears: LinearConfig | None = None
     changes: dict[str, Any] | None = None
+    shortcuts: bool = False
     base_model: str = ""
     source: str | None = None
     calibration: dict[str, Any] | None = None
@@ -347,6 +349,11 @@ class MoEConfig:
     def name(self) -> str:
         """The method's name."""
         return str(self.method["name"])
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the result is a model of the dense one's own family."""
+        return self.changes is not None and not self.shortcuts
 
     @property
     def router(self) -> RouterConfig | None:
@@ -478,7 +485,9 @@ class MoEConfig:
         wrong = self.block.wrong()
         if wrong is not None:
             return wrong
-        if not self.layers and self.linears is None:
+        if not is_switch(self.shortcuts):
+            return "shortcuts"
+        if not self.layers and self.linears is None and not self.shortcuts:
             return "layers"
         ascending = sorted(set(self.layers))
         if list(self.layers) != ascending:
