@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +190,37 @@ def test_nothing_runs_on_after_an_interruption(noisy: Engine) -> None:
     ):
         raise KeyboardInterrupt
     assert worker.process.returncode == -signal.SIGKILL
+
+
+def test_engines_end_with_a_bench_that_is_told_to(folder: Path, tmp_path: Path) -> None:
+    """The engine is a script that starts a process of its own and never answers."""
+    told = tmp_path / "process"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nsleep 600 & echo $! > {told}\nwait\n')
+    python.chmod(0o755)
+    command = [sys.executable, "-m", "moesaic", "bench", str(folder), "--against", "none"]
+    sizes = ["--prefill", "8", "--decode", "4", "--engine-python", str(python)]
+    with subprocess.Popen([*command, *sizes], stderr=subprocess.DEVNULL) as process:
+        while not (told.is_file() and told.read_text().endswith("\n")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        asleep = int(told.read_text())
+        os.kill(asleep, 0)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 30
+    while _runs(asleep):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _runs(process: int) -> bool:
+    """Whether there is such a process that has not ended, as its parent may not know yet."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def test_too_few_tokens_to_time(noisy: Engine) -> None:

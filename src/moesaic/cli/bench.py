@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import signal
+import sys
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -73,6 +75,8 @@ def bench_command(
     check_json_file(json_file)
     batches = numbers("--batch", batch) or []
     quieten()
+    # Engines start processes of their own, which are to end with this one.
+    signal.signal(signal.SIGTERM, _stop)
     from moesaic.bench.bench import bench
 
     if against == "none":
@@ -97,6 +101,11 @@ def bench_command(
         )
     _print(result)
     write_json(json_file, result)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    """As if it ended by itself: what was started is stopped first."""
+    sys.exit(128 + number)
 
 
 def _print(result: dict[str, Any]) -> None:
