@@ -140,7 +140,7 @@ def test_thresholds_and_repair_save_and_load_bit_equal(family: str, tmp_path: Pa
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-5, atol=2e-6)
-    for implementation in ("eager", "batched_mm"):
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(implementation)
         torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-5, atol=1e-5)
 
@@ -150,9 +150,9 @@ def test_thresholds_and_repair_save_and_load_bit_equal(family: str, tmp_path: Pa
 def test_experts_implementations_agree(family: str) -> None:
     ids = tokens(2, 48, seed=2)
     model, _ = converted(family)
-    assert model.config._experts_implementation == "grouped_mm"
+    assert model.config._experts_implementation == "moesaic"
     expected = logits(model, ids)
-    for implementation in ("eager", "batched_mm"):
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(implementation)
         torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
 

@@ -83,9 +83,9 @@ def test_save_then_load_is_bit_equal(family: str, recipe: str, tmp_path: Path) -
 @mixture
 def test_experts_implementations_agree_in_outputs_and_gradients(family: str) -> None:
     model, _ = converted(family)
-    assert model.config._experts_implementation == "grouped_mm"
+    assert model.config._experts_implementation == "moesaic"
     found = []
-    for implementation in ("grouped_mm", "eager", "batched_mm"):
+    for implementation in ("grouped_mm", "eager", "batched_mm", "moesaic"):
         model.set_experts_implementation(implementation)
         model.zero_grad()
         output = model(input_ids=IDS, labels=IDS)
@@ -162,7 +162,7 @@ def test_bfloat16_agrees_to_rounding_and_trains(recipe: str, tmp_path: Path) -> 
         assert loaded.state_dict()[name].dtype == value.dtype, name
         assert torch.equal(loaded.state_dict()[name], value), name
     found = []
-    for implementation in ("grouped_mm", "eager", "batched_mm"):
+    for implementation in ("grouped_mm", "eager", "batched_mm", "moesaic"):
         model.set_experts_implementation(implementation)
         found.append(logits(model, IDS).float())
         assert (found[-1] - found[0]).norm() < 0.1 * found[0].norm()

@@ -32,7 +32,7 @@ def matrices(block: MoesaicBlock) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.usefixtures("gathers")
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm", "moesaic"])
 @pytest.mark.parametrize("count", [1, 2, 17])
 def test_outputs_and_gradients_equal_the_double_loop(implementation: str, count: int) -> None:
     block = block_of("qwen3")  # no biases, which the twin does not know

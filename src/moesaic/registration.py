@@ -1,4 +1,4 @@
-"""Makes our architecture known to transformers, without importing transformers for it.
+"""Makes our architecture and kernels known to transformers, without importing it.
 
 After `import moesaic`, transformers' Auto classes can load a converted model. To register
 with them takes seconds, since transformers is large. So it waits until somebody imports
@@ -14,14 +14,15 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
-_ARCHITECTURE = "moesaic.modeling"  # which registers itself when it is imported
+# They register themselves when they are imported.
+_MODULES = ("moesaic.modeling", "moesaic.kernels.experts")
 _WAITED_FOR = "transformers"
 
 
 def register() -> None:
     """Registers now if transformers is imported already, else as soon as it is."""
     if _WAITED_FOR in sys.modules:
-        import_module(_ARCHITECTURE)
+        _import_ours()
     else:
         sys.meta_path.insert(0, _Finder())
 
@@ -47,4 +48,9 @@ class _Finder(MetaPathFinder):
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        import_module(_ARCHITECTURE)
+        _import_ours()
+
+
+def _import_ours() -> None:
+    for module in _MODULES:
+        import_module(module)

@@ -83,6 +83,23 @@ class MoesaicBlock(MoesaicReplacement):
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden = hidden_states.shape[-1]
         x_TD = hidden_states.reshape(-1, hidden)
+        y_TD = self._at_once(x_TD)
+        if y_TD is None:
+            y_TD = self._part_by_part(x_TD)
+        if self.output_bias is not None:
+            y_TD = y_TD + self.output_bias
+        return y_TD.view_as(hidden_states)
+
+    def _at_once(self, x_TD: Tensor) -> Tensor | None:
+        """By a function that runs whole blocks, where there is one for this."""
+        if self.view is not None or not isinstance(
+            self.experts, MoesaicExperts
+        ):
+            return None
+        run = getattr(self.experts.own_function(), "block", None)
+        return None if run is None else run(self, x_TD)
+
+    def _part_by_part(self, x_TD: Tensor) -> Tensor:
         y_TD = None
         if self.shared_expert is not None:
             y_TD = self.shared_expert(x_TD)
@@ -92,9 +109,7 @@ class MoesaicBlock(MoesaicReplacement):
                 y_TD = routed_TD
             else:
                 y_TD = y_TD + routed_TD
-        if self.output_bias is not None:
-            y_TD = y_TD + self.output_bias
-        return y_TD.view_as(hidden_states)
+        return y_TD
 
     def _routed(self, x_TD: Tensor) -> Tensor:
         if self.view is not None:
@@ -121,6 +136,8 @@ class MoesaicBlock(MoesaicReplacement):
             return False
         # An engine may have put experts of its own into their place.
         if not isinstance(self.experts, MoesaicExperts):
+            return False
+        if self.experts.has_own_kernel(x_TD):
             return False
         weights = self.sizes.expert * self.block.hidden_size
         return weights <= SMALL_EXPERT

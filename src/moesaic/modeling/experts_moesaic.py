@@ -8,11 +8,14 @@ expert's first matrix.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .moe_config_moesaic import BlockConfig, padded
 from .projections_moesaic import ALONE, random_parameter
@@ -120,6 +123,16 @@ class MoesaicExperts(_SeamExperts):
         if top_k_index is None:
             return self._under_mask(hidden_states, top_k_weights)
         return super().forward(hidden_states, top_k_index, top_k_weights)
+
+    def has_own_kernel(self, x_TD: Tensor) -> bool:
+        """Whether these experts run by a function that says which ones it is for."""
+        fits = getattr(self.own_function(), "fits", None)
+        return fits is not None and fits(self, x_TD)
+
+    def own_function(self) -> Any:
+        """What transformers would run these experts by, None for the plain loop."""
+        kind = self.config._experts_implementation
+        return ALL_EXPERTS_FUNCTIONS.get(kind)
 
     def _under_mask(self, x_TD: Tensor, gate_TR: Tensor) -> Tensor:
         """Sum over all experts of gate * expert(x); 6 T D R M FLOPs.

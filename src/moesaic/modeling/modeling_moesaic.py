@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .block_moesaic import MoesaicBlock
@@ -30,6 +31,9 @@ from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import MoesaicRouter
 from .shortcuts_moesaic import with_shortcuts
 
+OWN_KERNELS = (
+    "moesaic"  # of the package, which is not copied beside the weights
+)
 REPLACEMENTS: dict[str, Any] = {
     "experts": MoesaicBlock,
     "experts-with-means": MoesaicMeanBlock,
@@ -226,6 +230,12 @@ class _FamilyModel:
                 dense = base_model.get_submodule(path)
                 replacement = new_linear(moe, dense, layer, pattern)
                 install_linear(base_model, config, path, replacement)
+
+    def get_correct_experts_implementation(self, wanted: str | None) -> str:
+        """moesaic's own where moesaic is there, and no other is asked for."""
+        if wanted is None and OWN_KERNELS in ALL_EXPERTS_FUNCTIONS:
+            return OWN_KERNELS
+        return super().get_correct_experts_implementation(wanted)
 
     def _check_and_adjust_experts_implementation(
         self, wanted: str | None

@@ -1,0 +1,250 @@
+"""Experts on a CPU, as a function that transformers calls ("moesaic").
+
+    model.set_experts_implementation("moesaic")
+
+does it for any model whose experts stand behind that interface, such as an exported one;
+models of moesaic's own architecture do it by themselves, and with them the router and
+the shared expert in the same call. On other devices, in training and where there is no
+compiler it hands over to transformers' grouped product.
+
+Shape suffixes: T tokens, D hidden_size, R experts, K of them for a token, M neurons of
+one, N rows of an expert's first matrix, S neurons of the shared expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    _default_apply_gate,
+)
+
+from moesaic.kernels.build import library
+
+NAME = "moesaic"
+# By what transformers calls the module; the numbers are those of experts_cpu.cpp.
+ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
+FUNCTIONS = {
+    torch.float32: "moesaic_experts_float32",
+    torch.bfloat16: "moesaic_experts_bfloat16",
+}
+_POINTERS = (
+    "x_TD",
+    "out_TD",
+    "first_RND",
+    "down_RMD",
+    "index_TK",
+    "gate_TK",
+    "router_RD",
+    "bias_R",
+    "scale_R",
+    "shared_gate_SD",
+    "shared_up_SD",
+    "shared_down_SD",
+)
+_SIZES = ("tokens", "K", "R", "M", "used", "D", "S")
+_SWITCHES = ("gated", "activation", "threads")
+
+
+class _Call(ctypes.Structure):
+    """The struct of the same name in experts_cpu.cpp; what is not given is 0."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int32) for name in _SWITCHES),
+    ]
+
+
+def experts_forward(
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """y_T = sum of gate * expert(x_T) over each token's experts, (T, D).
+
+    `top_k_index` (T, K) names experts, `top_k_weights` (T, K) are their gates. `experts`
+    is a module of transformers' experts interface. Costs 6 K M D FLOPs a token, 4 where
+    the FFN has no gate; weights of experts that nobody chose are not read. W_down is
+    laid out anew, neuron by neuron, the first time: its values and shape stay.
+    """
+    if not fits(experts, hidden_states):
+        grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        output: Tensor = grouped(
+            experts, hidden_states, top_k_index, top_k_weights
+        )
+        return output
+    index_TK = top_k_index.to(torch.int64).contiguous()
+    gate_TK = top_k_weights.to(torch.float32).contiguous()
+    return _run(
+        experts,
+        hidden_states,
+        index_TK.shape[1],
+        index_TK=index_TK,
+        gate_TK=gate_TK,
+    )
+
+
+def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
+    """Shared expert, router and routed experts of a MoesaicBlock in one call, (T, D).
+
+    None for a block that has other parts than those: it then runs them one by one.
+    Costs 6 (S + K M) D + 2 R D FLOPs a token.
+    """
+    router = block.router
+    if not _is_plain(block, x_TD):
+        return None
+    given = {
+        "router_RD": router.score_proj.weight,
+        "bias_R": router.selection_bias,
+        "scale_R": router.expert_scale,
+    }
+    shared = block.shared_expert
+    if shared is not None:
+        down_DS = shared.down_proj.weight
+        given["shared_up_SD"] = shared.up_proj.weight
+        given["shared_down_SD"] = _rows_side_by_side(down_DS)
+        if shared.gate_proj is not None:
+            given["shared_gate_SD"] = shared.gate_proj.weight
+    return _run(block.experts, x_TD, router.num_active, **given)
+
+
+def fits(experts: Any, x_TD: Tensor) -> bool:
+    """Whether these experts run by the kernel, on such an input."""
+    if experts.has_bias or getattr(experts, "is_transposed", False):
+        return False
+    if not getattr(experts, "is_concatenated", True):
+        return False
+    if getattr(experts, "has_post_expert_norm", False):
+        return False
+    own_gate = getattr(type(experts), "_apply_gate", _default_apply_gate)
+    if own_gate is not _default_apply_gate:
+        return False
+    if type(experts.act_fn).__name__ not in ACTIVATIONS:
+        return False
+    if x_TD.dtype not in FUNCTIONS or torch.is_autocast_enabled("cpu"):
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    first_RND = _first_matrix(experts)
+    if not _can_be_read([first_RND, experts.down_proj], x_TD):
+        return False
+    return first_RND.is_contiguous() and library() is not None
+
+
+def _is_plain(block: Any, x_TD: Tensor) -> bool:
+    """Whether a block has a linear router, the K best experts, and nothing besides."""
+    router = block.router
+    if type(router).__name__ != "MoesaicLinearRouter":
+        return False
+    if router.chooser != "topk" or _is_watched(block):
+        return False
+    parameters = [router.score_proj.weight]
+    for linear in _shared_linears(block):
+        if type(linear) is not nn.Linear or linear.bias is not None:
+            return False
+        parameters.append(linear.weight)
+    if not _can_be_read(parameters, x_TD):
+        return False
+    if torch.is_grad_enabled() and router.expert_scale.requires_grad:
+        return False
+    return fits(block.experts, x_TD)
+
+
+def _shared_linears(block: Any) -> list[Any]:
+    shared = block.shared_expert
+    if shared is None:
+        return []
+    linears = [shared.gate_proj, shared.up_proj, shared.down_proj]
+    return [linear for linear in linears if linear is not None]
+
+
+def _is_watched(block: Any) -> bool:
+    """Whether somebody has hooks on its parts, which would not be called."""
+    for module in block.modules():
+        if module is block:
+            continue
+        if module._forward_hooks or module._forward_pre_hooks:
+            return True
+    return False
+
+
+def _can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
+    """Whether these lie there as they are, in the input's dtype, and learn nothing.
+
+    PEFT and others put something else in their place.
+    """
+    learns = torch.is_grad_enabled()
+    if x_TD.device.type != "cpu" or (learns and x_TD.requires_grad):
+        return False
+    for parameter in parameters:
+        if type(parameter) is not nn.Parameter:
+            return False
+        if parameter.dtype != x_TD.dtype or parameter.device.type != "cpu":
+            return False
+        if learns and parameter.requires_grad:
+            return False
+    return True
+
+
+def _run(
+    experts: Any, hidden_states: Tensor, num_active: int, **given: Tensor
+) -> Tensor:
+    """Calls the compiled function; `given` are fields of its struct."""
+    x_TD = hidden_states.contiguous()
+    y_TD = torch.empty_like(x_TD)
+    first_RND = _first_matrix(experts)
+    down_RMD = _rows_side_by_side(experts.down_proj)
+    count, neurons, hidden = down_RMD.shape
+    given |= {
+        "x_TD": x_TD,
+        "out_TD": y_TD,
+        "first_RND": first_RND,
+        "down_RMD": down_RMD,
+    }
+    call = _Call(
+        tokens=len(x_TD),
+        K=num_active,
+        R=count,
+        M=neurons,
+        used=getattr(experts, "neurons", neurons),
+        D=hidden,
+        gated=experts.has_gate,
+        activation=ACTIVATIONS[type(experts.act_fn).__name__],
+        threads=torch.get_num_threads(),
+    )
+    for name, tensor in given.items():
+        setattr(call, name, tensor.data_ptr())
+    if "shared_up_SD" in given:
+        call.S = len(given["shared_up_SD"])
+    compiled = library()
+    assert compiled is not None  # or it would not fit
+    getattr(compiled, FUNCTIONS[x_TD.dtype])(ctypes.byref(call))
+    return y_TD
+
+
+def _first_matrix(experts: Any) -> Any:
+    """Gate and up of every expert, or up alone."""
+    return experts.gate_up_proj if experts.has_gate else experts.up_proj
+
+
+def _rows_side_by_side(down: Any) -> Tensor:
+    """W_down (..., D, M) as (..., M, D), and in memory so, whatever its shape says.
+
+    A neuron's output weights then lie side by side. In place: nothing is held twice.
+    """
+    turned: Tensor = down.data.mT
+    if not turned.is_contiguous():
+        turned = turned.contiguous()
+        down.data = turned.mT
+    return turned
+
+
+experts_forward.fits = fits  # type: ignore[attr-defined]
+experts_forward.block = block_forward  # type: ignore[attr-defined]
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

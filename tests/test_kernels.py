@@ -1,0 +1,263 @@
+"""moesaic's own kernel for experts on a CPU: against loops, and who it is for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+
+import moesaic
+from moesaic.kernels import build
+from moesaic.kernels.experts import block_forward, experts_forward, fits
+from moesaic.modeling import BlockConfig, MoesaicBlock, RouterConfig, Sizes
+from tests import reference
+from tests.families import tiny_model, tokens
+
+pytestmark = pytest.mark.skipif(
+    build.library() is None, reason="needs a C++ compiler, and there is none"
+)
+
+ACTIVATIONS = {
+    "silu": silu,
+    "relu": relu,
+    "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
+}
+# Shared neurons, of an expert, experts, that run, hidden size: few and many, odd ones,
+# ones that are no whole vectors, and more neurons than are made at once.
+SHAPES = [
+    (12, 12, 127, 95, 576),
+    (13, 5, 9, 4, 40),
+    (0, 12, 5, 5, 64),
+    (1, 1, 3, 2, 8),
+    (70, 77, 4, 2, 72),
+]
+
+
+def block_of(
+    shape: tuple[int, int, int, int, int],
+    dtype: torch.dtype = torch.float32,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Any:
+    """A block for inference whose router has gates and a bias, as after training."""
+    torch.manual_seed(0)
+    shared, neurons, routed, active, hidden = shape
+    router = RouterConfig("linear", "topk")
+    width = shared + neurons * routed
+    config = BlockConfig("experts", hidden, gated, False, activation, False, router, width)
+    block = MoesaicBlock(config, Sizes(shared, neurons, routed, active))
+    for parameter in block.parameters():
+        parameter.requires_grad_(False)
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    block.router.selection_bias.normal_(std=0.01)
+    experts = block.experts
+    experts.down_proj[:, :, neurons:] = 0  # neurons that fill up
+    matrices = 2 if gated else 1
+    experts.first_matrix.unflatten(1, (matrices, -1))[:, :, neurons:] = 0
+    experts.config = SimpleNamespace(_experts_implementation="moesaic")
+    block.to(dtype)
+    block.router.expert_scale.data = block.router.expert_scale.float()
+    block.router.selection_bias = block.router.selection_bias.float()
+    return block.eval()
+
+
+def matrices_of(block: Any) -> tuple[Any, list[tuple[Tensor, Tensor, Tensor]]]:
+    """The shared expert's (gate, up, down), and those of the others, without filling."""
+    used = block.experts.neurons
+    experts = []
+    for first, down in zip(block.experts.first_matrix, block.experts.down_proj, strict=True):
+        gate, up = first.chunk(2)
+        experts.append((gate[:used], up[:used], down[:, :used]))
+    shared = block.shared_expert
+    if shared is None:
+        return None, experts
+    return (shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight), experts
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 200])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_block_equals_the_double_loop(shape: tuple[int, int, int, int, int], count: int) -> None:
+    block = block_of(shape)
+    x = torch.randn(count, shape[-1])
+    index, gate = block.router(x)
+    shared, experts = matrices_of(block)
+    expected = reference.moe_forward(x, shared, experts, index, gate, silu)
+    found = block_forward(block, x)
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(block(x), found)
+    # With the router and the shared expert elsewhere, as in a stock model.
+    routed = experts_forward(block.experts, x, index, gate)
+    rest = reference.moe_forward(x, None, experts, index, gate, silu)
+    torch.testing.assert_close(routed, rest, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 9, 130])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_gates_and_formats(
+    dtype: torch.dtype, activation: str, gated: bool, count: int
+) -> None:
+    block = block_of((13, 12, 9, 4, 96), dtype, activation, gated)
+    x = torch.randn(count, 96).to(dtype)
+    found = block_forward(block, x)
+    assert found is not None
+    block.experts.config._experts_implementation = "eager"
+    expected = copy.deepcopy(block).float()(x.float())
+    size = expected.norm()
+    assert (found.float() - expected).norm() < size * (1e-5 if dtype == torch.float32 else 1e-2)
+    assert not torch.allclose(found.float(), torch.zeros_like(expected))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_any_number_of_threads_gives_the_same(threads: int) -> None:
+    block = block_of((13, 12, 9, 4, 40))
+    before = torch.get_num_threads()
+    for count in (1, 3, 64 * threads):
+        x = torch.randn(count, 40)
+        try:
+            torch.set_num_threads(1)
+            alone = block_forward(block, x)
+            torch.set_num_threads(threads)
+            together = block_forward(block, x)
+        finally:
+            torch.set_num_threads(before)
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_no_token_and_what_is_no_number() -> None:
+    block = block_of((13, 12, 9, 4, 40))
+    empty = block_forward(block, torch.zeros(0, 40))
+    assert empty is not None
+    assert empty.shape == (0, 40)
+    x = torch.randn(3, 40)
+    x[1] = torch.nan
+    found = block_forward(block, x)
+    assert found is not None
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+
+
+def test_nothing_is_held_twice_or_changed(tmp_path: Path) -> None:
+    windows = tokens(8, 32, seed=1)
+    folder = tmp_path / "dense"
+    tiny_model("qwen3").save_pretrained(folder)
+    moesaic.convert(folder, layout="S1A2E4", calibration=windows, output=tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.config._experts_implementation == "moesaic"
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(windows[:2]).logits
+    down = model.model.layers[0].mlp.experts.down_proj
+    assert down.mT.is_contiguous()
+    assert not down.is_contiguous()
+    assert down.untyped_storage().nbytes() == down.nbytes
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        assert torch.equal(again(windows[:2]).logits, expected)
+
+
+@torch.no_grad()
+def test_a_stock_model_takes_it_by_one_call() -> None:
+    config = Glm4MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        first_k_dense_replace=0,
+        n_group=1,
+        topk_group=1,
+    )
+    torch.manual_seed(0)
+    model = Glm4MoeForCausalLM(config).eval()
+    ids = torch.arange(40).view(2, 20)
+    model.set_experts_implementation("eager")
+    expected = model(ids).logits
+    model.set_experts_implementation("moesaic")
+    experts = model.model.layers[0].mlp.experts
+    assert fits(experts, torch.zeros(1, 32))
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert experts.down_proj.mT.is_contiguous()  # it has run by the kernel
+
+
+def test_training_hooks_and_adapters_run_as_before() -> None:
+    block = block_of((13, 12, 9, 4, 40))
+    x = torch.randn(5, 40)
+    assert block_forward(block, x) is not None
+    seen: list[int] = []
+    handle = block.router.register_forward_hook(lambda *_: seen.append(1))
+    assert block_forward(block, x) is None
+    with torch.no_grad():
+        block(x)
+    assert seen == [1]
+    handle.remove()
+    assert block_forward(block, x.requires_grad_()) is None
+    with torch.no_grad():
+        assert block_forward(block, x) is not None
+    block.experts.down_proj.requires_grad_()
+    assert block_forward(block, x.detach()) is None
+    block.experts.down_proj.requires_grad_(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert block_forward(block, x.detach()) is None
+    assert block_forward(block, x.detach().double()) is None
+    block.router.chooser = "threshold"
+    assert block_forward(block, x.detach()) is None
+
+
+def test_without_a_compiler_it_says_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    build.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            block = block_of((13, 12, 9, 4, 40))
+            x = torch.randn(5, 40)
+            assert block_forward(block, x) is None
+            block(x)
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "no C++ compiler was found; install g++" in line
+    finally:
+        build.library.cache_clear()
+
+
+def test_a_compiler_that_fails_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x: error: no" >&2\nexit 1\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    cache = tmp_path / "cache"
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        build._compiled(cache)
+    assert build.reason_of(failure.value) == f"{broken}: x: error: no"
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build._compiled(build.cache_folder())
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert build._compiled(build.cache_folder()) == built
