@@ -24,6 +24,7 @@ from transformers.integrations.moe import (
 )
 
 from moesaic.kernels.build import library
+from moesaic.modeling import MoesaicLinearRouter
 
 NAME = "moesaic"
 # By what transformers calls the module; the numbers are those of experts_cpu.cpp.
@@ -140,13 +141,14 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
 def _is_plain(block: Any, x_TD: Tensor) -> bool:
     """Whether a block has a linear router, the K best experts, and nothing besides."""
     router = block.router
-    if type(router).__name__ != "MoesaicLinearRouter":
+    if type(router) is not MoesaicLinearRouter:
         return False
     if router.chooser != "topk" or _is_watched(block):
         return False
     parameters = [router.score_proj.weight]
     for linear in _shared_linears(block):
-        if type(linear) is not nn.Linear or linear.bias is not None:
+        has_bias = getattr(linear, "bias", None) is not None
+        if type(linear) is not nn.Linear or has_bias:
             return False
         parameters.append(linear.weight)
     if not _can_be_read(parameters, x_TD):

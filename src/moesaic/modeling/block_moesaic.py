@@ -100,7 +100,7 @@ class MoesaicBlock(MoesaicReplacement):
         return None if run is None else run(self, x_TD)
 
     def _part_by_part(self, x_TD: Tensor) -> Tensor:
-        y_TD = None
+        y_TD: Any = None
         if self.shared_expert is not None:
             y_TD = self.shared_expert(x_TD)
         if self.experts is not None:
