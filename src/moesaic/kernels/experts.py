@@ -24,7 +24,6 @@ from transformers.integrations.moe import (
 )
 
 from moesaic.kernels.build import library
-from moesaic.modeling import MoesaicLinearRouter
 
 NAME = "moesaic"
 # By what transformers calls the module; the numbers are those of experts_cpu.cpp.
@@ -140,6 +139,9 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
 
 def _is_plain(block: Any, x_TD: Tensor) -> bool:
     """Whether a block has a linear router, the K best experts, and nothing besides."""
+    # Whoever imports moesaic.modeling first imports this module on the way.
+    from moesaic.modeling import MoesaicLinearRouter
+
     router = block.router
     if type(router) is not MoesaicLinearRouter:
         return False
