@@ -242,7 +242,7 @@ torch.save(found, folder / "found.pt")
     found = torch.load(tmp_path / "found.pt")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "opt", "gemma2"])
@@ -257,9 +257,9 @@ def test_offload_to_disk_gives_the_same_logits(family: str, tmp_path: Path) -> N
         offload_folder=tmp_path / "offload",
     )
     assert "disk" in loaded.hf_device_map.values()
-    torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=1e-5)
     automatic = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="auto")
-    torch.testing.assert_close(logits(automatic, ids), logits(model, ids), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(automatic, ids), logits(model, ids), rtol=1e-4, atol=1e-5)
 
 
 def config_of(model: Any) -> dict[str, Any]:
