@@ -71,7 +71,10 @@ def has_experts(method: str) -> bool:
 
 def is_ordinary(method: str) -> bool:
     """Whether the result is a model of the dense one's family."""
-    return isinstance(load_method(method), ModelMethod)
+    found = load_method(method)
+    # With axes of every block's own SliceGPT has matrices on its shortcuts.
+    has_shortcuts = getattr(found, "axes", "") == "block"
+    return isinstance(found, ModelMethod) and not has_shortcuts
 
 
 def settings_of(method: str) -> dict[str, object]:

@@ -59,7 +59,11 @@ def test_training_lowers_the_loss_and_merging_changes_nothing(family: str, tmp_p
     assert not any("lora" in name for name in merged.state_dict())
     merged.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    assert torch.equal(logits(load_model(tmp_path)), logits(merged))
+    loaded = load_model(tmp_path)
+    saved = loaded.state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in merged.state_dict().items())
+    # Where a weight lies in memory moves the last bit.
+    torch.testing.assert_close(logits(loaded), logits(merged), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
