@@ -69,12 +69,9 @@ def has_experts(method: str) -> bool:
     return isinstance(load_method(method), FFNMethod)
 
 
-def is_ordinary(method: str) -> bool:
-    """Whether the result is a model of the dense one's family."""
-    found = load_method(method)
-    # With axes of every block's own SliceGPT has matrices on its shortcuts.
-    has_shortcuts = getattr(found, "axes", "") == "block"
-    return isinstance(found, ModelMethod) and not has_shortcuts
+def changes_the_model(method: str) -> bool:
+    """Whether it makes the whole model smaller, and replaces no FFN by itself."""
+    return isinstance(load_method(method), ModelMethod)
 
 
 def settings_of(method: str) -> dict[str, object]:
@@ -116,7 +113,7 @@ def test_the_budget_is_kept(method: str) -> None:
     model, report = convert(tiny_model("qwen3"), method)
     assert report.macs == count_macs(model, 1).total
     assert report.bytes == count_bytes(model).total
-    if is_ordinary(method):
+    if changes_the_model(method):
         assert report.macs < report.dense_macs
         return
     moe = model.config.moesaic
@@ -177,7 +174,9 @@ def test_saved_and_loaded_it_is_the_same_to_the_last_bit(
     assert torch.equal(logits(model), logits(loaded.eval()))
     assert type(loaded) is type(model)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    said = config["moesaic_conversion" if is_ordinary(method) else "moesaic"]["method"]
+    stays_in_family = type(loaded).__name__ != "MoesaicForCausalLM"
+    said = config["moesaic_conversion" if stays_in_family else "moesaic"]["method"]
+    assert changes_the_model(method) or not stays_in_family
     known = load_method(method)
     assert (said["name"], said["about"]) == (known.name, known.about)
     assert said["settings"] == known.settings | settings_of(method)
@@ -261,7 +260,7 @@ def test_a_method_that_needs_what_this_conversion_does_not_give_is_refused(
 
 def test_nothing_of_a_layer_is_held_once_it_is_reported(method: str) -> None:
     """What a replacement was made of is as large as the layer, and memory is bounded by one."""
-    if is_ordinary(method):
+    if changes_the_model(method):
         pytest.skip("nothing is replaced")
     model, _ = convert(tiny_model("qwen3"), method)
     replacements = [m for m in model.modules() if isinstance(m, MoesaicReplacement)]
