@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,14 @@ from tests.families import tiny_model, tokens
 pytestmark = pytest.mark.skipif(
     build.library() is None, reason="needs a C++ compiler, and there is none"
 )
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    """The kernel is for inference alone."""
+    with torch.no_grad():
+        yield
+
 
 ACTIVATIONS = {
     "silu": silu,
@@ -198,28 +207,58 @@ def test_a_stock_model_takes_it_by_one_call() -> None:
     assert experts.down_proj.mT.is_contiguous()  # it has run by the kernel
 
 
-def test_training_hooks_and_adapters_run_as_before() -> None:
+def test_hooks_formats_and_other_routers_run_as_before() -> None:
     block = block_of((13, 12, 9, 4, 40))
     x = torch.randn(5, 40)
     assert block_forward(block, x) is not None
     seen: list[int] = []
     handle = block.router.register_forward_hook(lambda *_: seen.append(1))
     assert block_forward(block, x) is None
-    with torch.no_grad():
-        block(x)
+    block(x)
     assert seen == [1]
     handle.remove()
-    assert block_forward(block, x.requires_grad_()) is None
-    with torch.no_grad():
-        assert block_forward(block, x) is not None
-    block.experts.down_proj.requires_grad_()
-    assert block_forward(block, x.detach()) is None
-    block.experts.down_proj.requires_grad_(False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert block_forward(block, x.detach()) is None
-    assert block_forward(block, x.detach().double()) is None
+        assert block_forward(block, x) is None
+    assert block_forward(block, x.double()) is None
+    assert block_forward(block.bfloat16(), x.bfloat16()) is None  # vectors of float32 too
+    block = block_of((13, 12, 9, 4, 40))
     block.router.chooser = "threshold"
-    assert block_forward(block, x.detach()) is None
+    assert block_forward(block, x) is None
+
+
+def test_what_learns_runs_as_before_and_stays_as_it_lies() -> None:
+    block = block_of((13, 12, 9, 4, 40))
+    down = block.experts.down_proj
+    x = torch.randn(5, 40)
+    index, gate = block.router(x)
+    with torch.enable_grad():
+        assert block_forward(block, x) is None  # in evaluation: nothing is remembered
+        y = experts_forward(block.experts, x, index, gate.requires_grad_())
+        y.sum().backward()  # a router may learn alone
+    assert gate.grad is not None
+    block.train()
+    with torch.enable_grad():
+        block(x)
+    block.eval()
+    assert block_forward(block, x) is None
+    assert down.is_contiguous()
+    other = block_of((13, 12, 9, 4, 40))
+    with torch.inference_mode():
+        assert block_forward(other, x) is not None
+    assert not other.experts.down_proj.is_inference()
+    other.experts.down_proj.requires_grad_()
+    with torch.enable_grad():
+        other(x).sum().backward()
+    assert other.experts.down_proj.grad is not None
+
+
+def test_an_index_beyond_the_experts_is_nobodys() -> None:
+    block = block_of((13, 12, 9, 4, 40))
+    x = torch.randn(5, 40)
+    index, gate = block.router(x)
+    fewer = experts_forward(block.experts, x, index[:, 1:], gate[:, 1:])
+    index[:, 0] = torch.tensor([9, -1, 10**9, -(10**9), 9])
+    torch.testing.assert_close(experts_forward(block.experts, x, index, gate), fewer)
 
 
 def test_without_a_compiler_it_says_so_and_goes_on(

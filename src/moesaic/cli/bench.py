@@ -105,6 +105,7 @@ def bench_command(
 
 def _stop(number: int, frame: object) -> NoReturn:
     """As if it ended by itself: what was started is stopped first."""
+    signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 

@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL | None:
     """
     try:
         compiled = ctypes.CDLL(str(_compiled(cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
+    except Exception as error:  # whatever it is, the experts run without
         log.warning(
             "experts run by torch's grouped product, which is slower on a CPU: %s",
             reason_of(error),
@@ -75,12 +75,21 @@ def _compiled(folder: Path) -> Path:
     digest = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
     target = folder / f"experts-{digest}.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to somebody else; set XDG_CACHE_HOME")
+    _check_owner(folder)
     with FileLock(target.with_suffix(".lock")):
         if not target.exists():
             _compile(compiler, target)
     return target
+
+
+def _check_owner(folder: Path) -> None:
+    """Code is not loaded from where others may put it."""
+    found = folder.stat()
+    own = getattr(os, "getuid", lambda: found.st_uid)()
+    if found.st_uid != own or found.st_mode & 0o022:
+        raise OSError(
+            f"{folder} is not yours alone; set XDG_CACHE_HOME to another folder"
+        )
 
 
 def _compile(compiler: str, target: Path) -> None:

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    _default_apply_gate,
-)
+from transformers.integrations import moe
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesaic.kernels.build import library
 
@@ -122,14 +120,17 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
         return False
     if getattr(experts, "has_post_expert_norm", False):
         return False
-    own_gate = getattr(type(experts), "_apply_gate", _default_apply_gate)
-    if own_gate is not _default_apply_gate:
+    usual_gate = getattr(moe, "_default_apply_gate", None)
+    if getattr(type(experts), "_apply_gate", None) is not usual_gate:
         return False
     if type(experts.act_fn).__name__ not in ACTIVATIONS:
         return False
     if x_TD.dtype not in FUNCTIONS or torch.is_autocast_enabled("cpu"):
         return False
-    if torch.compiler.is_compiling():
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if tracing or torch.compiler.is_compiling():
+        return False
+    if type(x_TD) is not Tensor or _learns(experts) or _is_offloaded(experts):
         return False
     first_RND = _first_matrix(experts)
     if not _can_be_read([first_RND, experts.down_proj], x_TD):
@@ -140,9 +141,11 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
 def _is_plain(block: Any, x_TD: Tensor) -> bool:
     """Whether a block has a linear router, the K best experts, and nothing besides."""
     # Whoever imports moesaic.modeling first imports this module on the way.
-    from moesaic.modeling import MoesaicLinearRouter
+    from moesaic.modeling import MoesaicBlock, MoesaicLinearRouter
 
     router = block.router
+    if type(block) is not MoesaicBlock:  # others add to what it does
+        return False
     if type(router) is not MoesaicLinearRouter:
         return False
     if router.chooser != "topk" or _is_watched(block):
@@ -153,11 +156,16 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         if type(linear) is not nn.Linear or has_bias:
             return False
         parameters.append(linear.weight)
-    if not _can_be_read(parameters, x_TD):
+    for vector_R in (router.expert_scale, router.selection_bias):
+        # A cast of the whole model takes them along.
+        if vector_R.dtype != torch.float32 or vector_R.device.type != "cpu":
+            return False
+        if not vector_R.is_contiguous():
+            return False
+    upper = parameters if block.shared_expert is None else parameters[:-1]
+    if not all(parameter.is_contiguous() for parameter in upper):
         return False
-    if torch.is_grad_enabled() and router.expert_scale.requires_grad:
-        return False
-    return fits(block.experts, x_TD)
+    return _can_be_read(parameters, x_TD) and fits(block.experts, x_TD)
 
 
 def _shared_linears(block: Any) -> list[Any]:
@@ -166,6 +174,25 @@ def _shared_linears(block: Any) -> list[Any]:
         return []
     linears = [shared.gate_proj, shared.up_proj, shared.down_proj]
     return [linear for linear in linears if linear is not None]
+
+
+def _learns(experts: Any) -> bool:
+    """Whether gradients are wanted, or have been in training.
+
+    W_down of what learns stays as it lies: optimisers keep what belongs to its elements
+    in their order.
+    """
+    if torch.is_grad_enabled():
+        if experts.training:
+            vars(experts)["_moesaic_has_learnt"] = True
+        return True
+    return "_moesaic_has_learnt" in vars(experts)
+
+
+def _is_offloaded(experts: Any) -> bool:
+    """Whether accelerate fetches the weights for every call."""
+    hook = getattr(experts, "_hf_hook", None)
+    return bool(getattr(hook, "offload", False))
 
 
 def _is_watched(block: Any) -> bool:
@@ -179,19 +206,18 @@ def _is_watched(block: Any) -> bool:
 
 
 def _can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
-    """Whether these lie there as they are, in the input's dtype, and learn nothing.
+    """Whether these lie there as they are, in the input's dtype and width.
 
     PEFT and others put something else in their place.
     """
-    learns = torch.is_grad_enabled()
-    if x_TD.device.type != "cpu" or (learns and x_TD.requires_grad):
+    if x_TD.device.type != "cpu" or x_TD.ndim != 2:
         return False
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
             return False
         if parameter.dtype != x_TD.dtype or parameter.device.type != "cpu":
             return False
-        if learns and parameter.requires_grad:
+        if x_TD.shape[1] not in parameter.shape[-2:]:
             return False
     return True
 
@@ -216,7 +242,7 @@ def _run(
         K=num_active,
         R=count,
         M=neurons,
-        used=getattr(experts, "neurons", neurons),
+        used=min(getattr(experts, "neurons", neurons), neurons),
         D=hidden,
         gated=experts.has_gate,
         activation=ACTIVATIONS[type(experts.act_fn).__name__],
@@ -244,11 +270,21 @@ def _rows_side_by_side(down: Any) -> Tensor:
     """
     turned: Tensor = down.data.mT
     if not turned.is_contiguous():
-        turned = turned.contiguous()
-        down.data = turned.mT
+        # Else it could never be trained again.
+        with torch.inference_mode(False):
+            turned = down.data.mT.contiguous()
+            down.data = turned.mT
     return turned
 
 
+def _by_itself() -> bool:
+    """Whether converted models take it unasked: where it was measured to be faster."""
+    if torch.accelerator.is_available():
+        return False
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+experts_forward.by_itself = _by_itself()  # type: ignore[attr-defined]
 experts_forward.fits = fits  # type: ignore[attr-defined]
 experts_forward.block = block_forward  # type: ignore[attr-defined]
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -33,6 +33,7 @@ constexpr int TOKENS = 6;         // that share a row of weights in registers
 constexpr int GROUP = 32;           // neurons whose h are made before they are used
 constexpr int64_t CHUNK = 512;     // of y that stays in the first cache meanwhile
 constexpr int64_t CACHE = 400000;  // bytes of weights that stay in the second cache
+constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
 constexpr int64_t SPLIT_TOKENS = 64;  // of each thread, from where threads share tokens out
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -388,12 +389,18 @@ struct Sorted {
   Sorted(const int64_t* index_TK, const float* gate_TK, int64_t begin, int64_t end,
          int64_t K, int64_t R, bool shared)
       : starts(R + 2), pairs((end - begin) * (K + shared)) {
-    for (int64_t i = begin * K; i < end * K; i++) starts[index_TK[i] + 1]++;
+    // An index beyond the experts is nobody's.
+    const auto known = [&](int64_t e) { return e >= 0 && e < R; };
+    for (int64_t i = begin * K; i < end * K; i++)
+      if (known(index_TK[i])) starts[index_TK[i] + 1]++;
     for (int64_t e = 0; e < R; e++) starts[e + 1] += starts[e];
     std::vector<int64_t> next(starts);
     for (int64_t t = begin; t < end; t++)
-      for (int64_t k = 0; k < K; k++)
-        pairs[next[index_TK[t * K + k]]++] = {int32_t(t), gate_TK[t * K + k]};
+      for (int64_t k = 0; k < K; k++) {
+        const int64_t e = index_TK[t * K + k];
+        if (known(e)) pairs[next[e]++] = {int32_t(t), gate_TK[t * K + k]};
+      }
+    pairs.resize(starts[R] + (shared ? end - begin : 0));
     if (shared)
       for (int64_t t = begin; t < end; t++) pairs[starts[R] + t - begin] = {int32_t(t), 1.0f};
     starts[R + 1] = int64_t(pairs.size());
@@ -481,7 +488,8 @@ void by_neurons(const Experts<T>& experts, const int64_t* index_TK, const float*
 template <typename T>
 void run_experts(const Experts<T>& experts, const int64_t* index_TK, const float* gate_TK,
                  T* out_TD, int64_t tokens, int64_t K, int threads) {
-  const bool many = tokens >= SPLIT_TOKENS * threads;
+  const bool many =
+      tokens >= SPLIT_TOKENS * threads || tokens * experts.D * threads > MOST_SUMS;
   static thread_local std::vector<float> y;
   const size_t needed = tokens * experts.D * (many ? 1 : threads);
   if (y.size() < needed) y.resize(needed);

@@ -232,8 +232,9 @@ class _FamilyModel:
                 install_linear(base_model, config, path, replacement)
 
     def get_correct_experts_implementation(self, wanted: str | None) -> str:
-        """moesaic's own where moesaic is there, and no other is asked for."""
-        if wanted is None and OWN_KERNELS in ALL_EXPERTS_FUNCTIONS:
+        """moesaic's own where it is there for this machine, and no other is asked for."""
+        own = ALL_EXPERTS_FUNCTIONS.get(OWN_KERNELS)
+        if wanted is None and getattr(own, "by_itself", False):
             return OWN_KERNELS
         return super().get_correct_experts_implementation(wanted)
 

@@ -105,7 +105,7 @@ class MoesaicPairProjection(nn.Module):
             y_PR1 = torch.bmm(weight_ERI[expert_P], x_PI[:, :, None])
             y_PR = y_PR1[:, :, 0]
         else:
-            grouped = kind == "grouped_mm"
+            grouped = kind != "eager"
             y_PR = self._by_expert(x_PI, weight_ERI, expert_P, grouped)
         if self.bias is not None:
             bias_ER = self.bias.to(y_PR.dtype)

@@ -35,8 +35,8 @@ class _TurnedLayer:
 
 @functools.cache
 def _turned_class(dense: type[nn.Module]) -> type[nn.Module]:
-    name = f"Moesaic{dense.__name__}"
-    return type(name, (_TurnedLayer, dense), {})
+    # By its name transformers knows what must not be split among devices.
+    return type(dense.__name__, (_TurnedLayer, dense), {})
 
 
 def with_shortcuts(layer: nn.Module, width: int) -> nn.Module:

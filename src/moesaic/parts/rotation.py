@@ -119,12 +119,14 @@ def rotate_blocks(
         # Until its axes are known, what a block puts out stands in the dense ones.
         _set_shortcut(layer, "attention_shortcut", axes_DK)
         after_attention_DK = _axes_before_ffn(stream, number, kept)
-        turn_KK = after_attention_DK.T @ axes_DK
+        turn_KK = after_attention_DK.T @ axes_DK.to(after_attention_DK.device)
         _set_shortcut(layer, "attention_shortcut", turn_KK)
         _write_to(layer.self_attn.o_proj, after_attention_DK)
         _turn_readers(layer, "post_attention_layernorm", after_attention_DK)
         _set_shortcut(layer, "ffn_shortcut", after_attention_DK)
         output_NLD = stream.outputs(number, len(stream.hidden_NLD))
+        output_NLD = output_NLD.to(stream.storage)
+        after_attention_DK = after_attention_DK.to(stream.storage)
         axes_DK = _axes_of(output_NLD, kept)
         turn_KK = axes_DK.T @ after_attention_DK
         _set_shortcut(layer, "ffn_shortcut", turn_KK)
@@ -169,7 +171,8 @@ def _axes_of(hidden_NLD: Tensor, kept: int) -> Tensor:
 def _turn_embeddings(model: Any, axes_DK: Tensor) -> None:
     """E Q. The head and the embeddings are no longer one."""
     embeddings = model.get_input_embeddings()
-    _set_weight(embeddings, embeddings.weight.double() @ axes_DK)
+    dense_VD = embeddings.weight.double()
+    _set_weight(embeddings, dense_VD @ axes_DK.to(dense_VD.device))
     kept = axes_DK.shape[1]
     embeddings.embedding_dim = kept
     config = model.config.get_text_config()
@@ -225,12 +228,13 @@ def _found(layer: nn.Module, paths: tuple[str, ...]) -> list[Any]:
 def _read_from(linear: Any, norm: Any, axes_DK: Tensor) -> None:
     """W diag(g) Q: the weights g of the norm before it, and the rotation."""
     scaled_ND = linear.weight.double() * norm.weight.double()
-    _set_weight(linear, scaled_ND @ axes_DK)
+    _set_weight(linear, scaled_ND @ axes_DK.to(scaled_ND.device))
     linear.in_features = axes_DK.shape[1]
 
 
 def _write_to(linear: Any, axes_DK: Tensor) -> None:
     """Q^T W, and Q^T b."""
+    axes_DK = axes_DK.to(linear.weight.device)
     _set_weight(linear, axes_DK.T @ linear.weight.double())
     linear.out_features = axes_DK.shape[1]
     if linear.bias is not None:
