@@ -4,7 +4,7 @@ Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows and C
 arXiv:2401.15024. Every attention and every FFN reads the stream in axes of its own, and
 what passes by is turned from one to the next by a matrix on the shortcut. With
 axes=model one rotation serves the whole model instead: nothing stands on a shortcut, and
-the result is a narrower model of its family, which loses more.
+the result is a narrower model of its family.
 """
 
 from __future__ import annotations
