@@ -47,3 +47,9 @@ def smollm2() -> Path:
     if folder is None:
         pytest.skip("needs the real model of the benchmarks; run make smollm2")
     return folder
+
+
+@pytest.fixture
+def unasked_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted models take moesaic's kernel unasked, as on processors where it pays."""
+    monkeypatch.setattr("moesaic.kernels.experts.experts_forward.by_itself", True)

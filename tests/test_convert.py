@@ -17,6 +17,7 @@ import torch
 
 import moesaic
 from moesaic import load_method
+from moesaic.conversion.run import lent_to
 from moesaic.evaluate.work import count_macs
 from moesaic.families.load import load_model
 from moesaic.modeling import MoesaicBlock, Sizes
@@ -468,3 +469,38 @@ def test_layers_that_cannot_stay_dense(dense: Any, reason: str, tmp_path: Path) 
             dense_layers=dense, output=tmp_path / "out",
         )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_written_model_reads_its_weights_from_its_files(dense: Path, tmp_path: Path) -> None:
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("needs /proc/self/maps, which says what lies in a file")
+    output = tmp_path / "out"
+    model, _ = moesaic.convert(dense, "moesaic", "S1A3E8", WINDOWS, output=output)
+    for name, parameter in model.named_parameters():
+        mapped = file_at(parameter.data_ptr())
+        assert mapped.endswith(".safetensors"), name
+        if ".mlp." in name:
+            assert Path(mapped).parent == output, name
+
+
+def file_at(address: int) -> str:
+    """The file that this address of our memory is mapped from, if any."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_ = line.split()
+        first, last = (int(bound, 16) for bound in span.split("-"))
+        if first <= address < last:
+            return line.split(maxsplit=5)[-1]
+    return ""
+
+
+def test_a_layer_that_was_lent_to_a_device_lies_where_it_lay() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    before = layer[0].weight.data_ptr()
+    value = layer[0].weight.detach().clone()
+    elsewhere = torch.device("meta")
+    with lent_to(elsewhere, layer):
+        assert layer[0].weight.device == elsewhere
+        layer[1] = torch.nn.Linear(4, 4)  # a replacement
+    assert layer[0].weight.data_ptr() == before
+    assert torch.equal(layer[0].weight, value)
+    assert layer[1].weight.device.type == "cpu"

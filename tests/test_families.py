@@ -145,7 +145,7 @@ def test_thresholds_and_repair_save_and_load_bit_equal(family: str, tmp_path: Pa
         torch.testing.assert_close(logits(model, ids), logits(loaded, ids), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("gathers")
+@pytest.mark.usefixtures("gathers", "unasked_kernel")
 @family
 def test_experts_implementations_agree(family: str) -> None:
     ids = tokens(2, 48, seed=2)

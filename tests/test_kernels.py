@@ -157,6 +157,7 @@ def test_no_token_and_what_is_no_number() -> None:
     assert found[[0, 2]].isfinite().all()
 
 
+@pytest.mark.usefixtures("unasked_kernel")
 def test_nothing_is_held_twice_or_changed(tmp_path: Path) -> None:
     windows = tokens(8, 32, seed=1)
     folder = tmp_path / "dense"

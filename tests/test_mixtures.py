@@ -80,6 +80,7 @@ def test_save_then_load_is_bit_equal(family: str, recipe: str, tmp_path: Path) -
     assert all(torch.equal(reloaded.state_dict()[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.usefixtures("unasked_kernel")
 @mixture
 def test_experts_implementations_agree_in_outputs_and_gradients(family: str) -> None:
     model, _ = converted(family)

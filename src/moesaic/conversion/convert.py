@@ -35,7 +35,7 @@ from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.prepare import Prepared, prepare, source_name
 from moesaic.conversion.report import ConversionReport
-from moesaic.conversion.run import Run
+from moesaic.conversion.run import Run, set_view
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.evaluate.work import active_ffn_fraction, count_macs, meta_model
@@ -299,9 +299,15 @@ class _Conversion:
         if validation is None:
             return None
         length = self.prepared.length
+        # Under masks on a CPU: a fast path there lays weights out anew, in memory.
+        masked = self.dense.device.type == "cpu"
+        for module in self.dense.modules():
+            set_view(module, masked)
         value, _ = perplexity(
             self.dense, validation.ids, length, HELDOUT_TOKENS
         )
+        for module in self.dense.modules():
+            set_view(module, masked=False)
         return value
 
     def _files(self) -> dict[str, str]:

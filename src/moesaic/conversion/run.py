@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from moesaic.calibration.calibration_set import CalibrationSet
@@ -31,7 +33,12 @@ from moesaic.conversion.layer_error import (
 )
 from moesaic.conversion.mixtures import ConvertedMixture, MixtureLayer
 from moesaic.conversion.plan import Plan
-from moesaic.conversion.saved_layers import load_layer, load_linears, save_layer
+from moesaic.conversion.saved_layers import (
+    load_layer,
+    load_linears,
+    read_from_draft,
+    save_layer,
+)
 from moesaic.errors import MoesaicError
 from moesaic.families import Mixtures
 from moesaic.methods.base import FFNMethod, LinearMethod
@@ -106,9 +113,6 @@ class Run:
         for layer in self._layers_in_order():
             report = self._replace_linears_of(method, layer)
             reports.append(report)
-            if not self._is_last(layer):
-                self.stream.advance(layer)
-            self.clock("advance")
         return reports
 
     def remembered(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -125,13 +129,10 @@ class Run:
             range(len(layers)), "converting layers", enabled=self.progress
         )
         for layer in numbers:
-            module = layers[layer]
-            home = next(module.parameters()).device
-            module.to(self.stream.device)
-            check_inputs(self.stream, layer)
-            self.clock("check")
-            yield layer
-            module.to(home)
+            with lent_to(self.stream.device, layers[layer]):
+                check_inputs(self.stream, layer)
+                self.clock("check")
+                yield layer
 
     def _replace_linears_of(
         self, method: LinearMethod, layer: int
@@ -149,7 +150,7 @@ class Run:
         if saved is not None:
             device = self.stream.device
             modules = [module.to(device) for module in saved.replacements]
-            self._install_linears(paths, modules)
+            self._pass_on_linears(layer, paths, modules)
             return saved.report
         blocks = self.stream.module_inputs(layer, paths)
         self.clock("inputs")
@@ -195,15 +196,13 @@ class Run:
             errors.append(lost)
             replacements.append(replacement)
         self.clock("convert")
-        self._install_linears(paths, replacements)
+        self._pass_on_linears(layer, paths, replacements)
         report = linears_report(
             layer, errors, self.calibration, method.fits_weights
         )
         report.shares = shares
         report.seconds = time.perf_counter() - started
-        if self.draft is not None:
-            save_layer(self.draft, layer, prefixes, replacements, report)
-            self.clock("write")
+        self._save(layer, prefixes, replacements, report)
         return report
 
     def _error_of(
@@ -227,6 +226,15 @@ class Run:
             return float((output_NLD.float() - dense_NLD).norm() / norm)
 
         return error
+
+    def _pass_on_linears(
+        self, layer: int, paths: list[str], replacements: Sequence[Any]
+    ) -> None:
+        """Passes all tokens through the layer with them, which then stay in place."""
+        self._install_linears(paths, replacements)
+        if not self._is_last(layer):
+            self.stream.advance(layer)
+        self.clock("advance")
 
     def _install_linears(
         self, paths: list[str], replacements: Sequence[Any]
@@ -274,9 +282,7 @@ class Run:
         self._pass_on(layer, replacement, inputs.all())
         self.clock("advance")
         report.seconds = time.perf_counter() - started
-        if self.draft is not None:
-            save_layer(self.draft, layer, prefixes, [replacement], report)
-            self.clock("write")
+        self._save(layer, prefixes, [replacement], report)
         return report
 
     def _replace_experts(self, method: FFNMethod, layer: int) -> LayerReport:
@@ -313,10 +319,7 @@ class Run:
         self._pass_on_mixture(layer, converted, inputs)
         self.clock("advance")
         converted.report.seconds = time.perf_counter() - started
-        if self.draft is not None:
-            modules = converted.modules
-            save_layer(self.draft, layer, prefixes, modules, converted.report)
-            self.clock("write")
+        self._save(layer, prefixes, converted.modules, converted.report)
         return converted.report
 
     def _pass_on(
@@ -351,6 +354,22 @@ class Run:
         if converted.stack is not None and not self.trial:
             self._install(layer, converted.stack)
 
+    def _save(
+        self,
+        layer: int,
+        prefixes: Sequence[str],
+        replacements: Sequence[Any],
+        report: LayerReport,
+    ) -> None:
+        """Into the draft, if there is one. A model on the CPU then reads them from it."""
+        if self.draft is None:
+            return
+        save_layer(self.draft, layer, prefixes, replacements, report)
+        home = next(self._base.parameters()).device
+        if home.type == "cpu":
+            read_from_draft(self.draft, layer, prefixes, replacements)
+        self.clock("write")
+
     def _install(self, layer: int, module: nn.Module) -> None:
         install(self._base, self.plan.config, layer, module)
 
@@ -379,6 +398,30 @@ def ffn_inputs(
         layer,
         stream.ids_NL.flatten(),
     )
+
+
+@contextmanager
+def lent_to(device: torch.device, module: nn.Module) -> Iterator[None]:
+    """The module on the device meanwhile.
+
+    Then it is where it was. Weights that it still has take their old memory again, which
+    for a checkpoint on a CPU is the file: nothing is copied back.
+    """
+    home = next(module.parameters()).device
+    if home == device:
+        yield
+        return
+    before = []
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            before.append((part, name, parameter, parameter.data))
+    module.to(device)
+    yield
+    # Parts that have been replaced get theirs too, and nobody sees them.
+    for part, name, parameter, data in before:
+        parameter.data = data
+        part.register_parameter(name, parameter)
+    module.to(home)
 
 
 def set_view(module: Any, masked: bool) -> None:

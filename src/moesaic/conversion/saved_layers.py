@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moesaic.conversion.layer_error import LayerReport
+from moesaic.errors import MoesaicError
 from moesaic.modeling import (
     MoEConfig,
     new_linear,
@@ -41,6 +42,35 @@ def save_layer(
             state[f"{prefix}.{name}"] = tensor
     values = report.to_dict(timing=False)
     drafts.save_layer(draft, layer, state, values)
+
+
+def read_from_draft(
+    draft: Path,
+    layer: int,
+    prefixes: Sequence[str],
+    replacements: Sequence[Any],
+) -> None:
+    """The replacements take for weights what `save_layer` has just written, on the CPU.
+
+    The file is mapped, not read: a finished layer takes no memory of its own.
+    """
+    saved = drafts.load_layer(draft, layer)
+    if saved is None:
+        raise MoesaicError(f"layer {layer} was written to {draft}, and is gone")
+    state, _ = saved
+    _take_weights(replacements, prefixes, state)
+
+
+def _take_weights(
+    replacements: Sequence[Any],
+    prefixes: Sequence[str],
+    state: dict[str, Any],
+) -> None:
+    """The replacements get these very tensors for weights."""
+    for prefix, replacement in zip(prefixes, replacements, strict=False):
+        weights = _weights_of(state, prefix)
+        replacement.load_state_dict(weights, assign=True)
+        replacement.eval()
 
 
 def load_layer(
@@ -88,10 +118,7 @@ def _load(
     try:
         report = LayerReport(seconds=None, **values)
         replacements = empty(report)
-        for prefix, replacement in zip(prefixes, replacements, strict=False):
-            weights = _weights_of(state, prefix)
-            replacement.load_state_dict(weights, assign=True)
-            replacement.eval()
+        _take_weights(replacements, prefixes, state)
     except (ValueError, TypeError, KeyError, RuntimeError):
         return None
     return SavedLayer(replacements, report)

@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL | None:
         compiled = ctypes.CDLL(str(_compiled(cache_folder())))
     except Exception as error:  # whatever it is, the experts run without
         log.warning(
-            "experts run by torch's grouped product, which is slower on a CPU: %s",
+            "experts run without moesaic's kernel, which is slower on a CPU: %s",
             reason_of(error),
         )
         return None

@@ -2,10 +2,11 @@
 
     model.set_experts_implementation("moesaic")
 
-does it for any model whose experts stand behind that interface, such as an exported one;
-models of moesaic's own architecture do it by themselves, and with them the router and
-the shared expert in the same call. On other devices, in training and where there is no
-compiler it hands over to transformers' grouped product.
+does it for any model whose experts stand behind that interface, such as an exported one.
+Models of moesaic's own architecture do it by themselves on a processor with AVX-512 and
+no GPU beside it, and with them the router and the shared expert in the same call. On
+other devices, in training and where there is no compiler it hands over to transformers'
+grouped product.
 
 Shape suffixes: T tokens, D hidden_size, R experts, K of them for a token, M neurons of
 one, N rows of an expert's first matrix, S neurons of the shared expert.
