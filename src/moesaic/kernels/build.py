@@ -19,7 +19,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-SOURCE = Path(__file__).with_name("experts_cpu.cpp")
+HERE = Path(__file__).parent
+SOURCES = (HERE / "experts_cpu.cpp", HERE / "neurons_cpu.cpp")
+HEADER = HERE / "vectors.h"
 FLAGS = (
     "-O3",
     "-march=native",
@@ -67,13 +69,13 @@ def _compiled(folder: Path) -> Path:
         [compiler, "--version"], capture_output=True, check=True
     ).stdout
     made_from = [
-        SOURCE.read_bytes(),
+        *(path.read_bytes() for path in (HEADER, *SOURCES)),
         version,
         _processor(),
         " ".join(FLAGS).encode(),
     ]
     digest = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
-    target = folder / f"experts-{digest}.so"
+    target = folder / f"kernels-{digest}.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_owner(folder)
     with FileLock(target.with_suffix(".lock")):
@@ -96,7 +98,7 @@ def _compile(compiler: str, target: Path) -> None:
     """Whole or not at all: a stopped run leaves no half of a library."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / target.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(output)]
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(output)]
         subprocess.run(command, capture_output=True, check=True)
         output.replace(target)
 

@@ -23,10 +23,10 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesaic.kernels.build import library
+from moesaic.kernels.inputs import ACTIVATIONS, can_be_read, is_plain_inference
+from moesaic.kernels.neurons import copy_weight, neurons_forward
 
 NAME = "moesaic"
-# By what transformers calls the module; the numbers are those of experts_cpu.cpp.
-ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
 FUNCTIONS = {
     torch.float32: "moesaic_experts_float32",
     torch.bfloat16: "moesaic_experts_bfloat16",
@@ -126,15 +126,12 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
         return False
     if type(experts.act_fn).__name__ not in ACTIVATIONS:
         return False
-    if x_TD.dtype not in FUNCTIONS or torch.is_autocast_enabled("cpu"):
+    if x_TD.dtype not in FUNCTIONS or not is_plain_inference(x_TD):
         return False
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if tracing or torch.compiler.is_compiling():
-        return False
-    if type(x_TD) is not Tensor or _learns(experts) or _is_offloaded(experts):
+    if _learns(experts) or _is_offloaded(experts):
         return False
     first_RND = _first_matrix(experts)
-    if not _can_be_read([first_RND, experts.down_proj], x_TD):
+    if not can_be_read([first_RND, experts.down_proj], x_TD):
         return False
     return first_RND.is_contiguous() and library() is not None
 
@@ -166,7 +163,7 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
     upper = parameters if block.shared_expert is None else parameters[:-1]
     if not all(parameter.is_contiguous() for parameter in upper):
         return False
-    return _can_be_read(parameters, x_TD) and fits(block.experts, x_TD)
+    return can_be_read(parameters, x_TD) and fits(block.experts, x_TD)
 
 
 def _shared_linears(block: Any) -> list[Any]:
@@ -204,23 +201,6 @@ def _is_watched(block: Any) -> bool:
         if module._forward_hooks or module._forward_pre_hooks:
             return True
     return False
-
-
-def _can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
-    """Whether these lie there as they are, in the input's dtype and width.
-
-    PEFT and others put something else in their place.
-    """
-    if x_TD.device.type != "cpu" or x_TD.ndim != 2:
-        return False
-    for parameter in parameters:
-        if type(parameter) is not nn.Parameter:
-            return False
-        if parameter.dtype != x_TD.dtype or parameter.device.type != "cpu":
-            return False
-        if x_TD.shape[1] not in parameter.shape[-2:]:
-            return False
-    return True
 
 
 def _run(
@@ -288,4 +268,6 @@ def _by_itself() -> bool:
 experts_forward.by_itself = _by_itself()  # type: ignore[attr-defined]
 experts_forward.fits = fits  # type: ignore[attr-defined]
 experts_forward.block = block_forward  # type: ignore[attr-defined]
+experts_forward.neurons = neurons_forward  # type: ignore[attr-defined]
+experts_forward.copy_weight = copy_weight  # type: ignore[attr-defined]
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from .replacement_moesaic import own_kernels
+
 GROUP = 64  # inputs that share a scale
 
 
@@ -21,7 +23,7 @@ class MoesaicCopy(nn.Module):
     A code is a whole number from -2^(bits - 1) to 2^(bits - 1) - 1. It is kept as that
     plus 2^(bits - 1), bit by bit: a byte of `planes` holds one bit of eight inputs.
     `scales` and `bias` have the model's dtype. Nothing of it is trained. The weights
-    are unpacked at every call, in 10 I R simple steps.
+    are unpacked at every call, in 10 I R simple steps; the package's kernel takes one.
     """
 
     planes: Tensor
@@ -50,6 +52,11 @@ class MoesaicCopy(nn.Module):
 
     def weight(self) -> Tensor:
         """The matrix that it stands for (R, I), in the dtype of the scales."""
+        own = own_kernels()
+        weight_RI = None if own is None else own.copy_weight(self)
+        return self._unpacked() if weight_RI is None else weight_RI
+
+    def _unpacked(self) -> Tensor:
         code_RI = unpacked(self.planes, self.in_features)
         scale_RI = self.scales.repeat_interleave(GROUP, dim=1)
         scale_RI = scale_RI[:, : self.in_features]

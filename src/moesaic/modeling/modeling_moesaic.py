@@ -17,7 +17,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .block_moesaic import MoesaicBlock
@@ -27,13 +26,14 @@ from .moe_config_moesaic import MoEConfig
 from .neuron_routers_moesaic import NEURON_ROUTERS
 from .neurons_moesaic import MoesaicNeurons
 from .prompt_neurons_moesaic import MoesaicPromptNeurons
-from .replacement_moesaic import MoesaicReplacement
+from .replacement_moesaic import (
+    OWN_KERNELS,
+    MoesaicReplacement,
+    own_kernels,
+)
 from .routers_moesaic import MoesaicRouter
 from .shortcuts_moesaic import with_shortcuts
 
-OWN_KERNELS = (
-    "moesaic"  # of the package, which is not copied beside the weights
-)
 REPLACEMENTS: dict[str, Any] = {
     "experts": MoesaicBlock,
     "experts-with-means": MoesaicMeanBlock,
@@ -233,8 +233,7 @@ class _FamilyModel:
 
     def get_correct_experts_implementation(self, wanted: str | None) -> str:
         """moesaic's own where it is there for this machine, and no other is asked for."""
-        own = ALL_EXPERTS_FUNCTIONS.get(OWN_KERNELS)
-        if wanted is None and getattr(own, "by_itself", False):
+        if wanted is None and own_kernels() is not None:
             return OWN_KERNELS
         return super().get_correct_experts_implementation(wanted)
 

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .moe_config_moesaic import BlockConfig, Sizes
 from .neuron_routers_moesaic import new_neuron_router
-from .replacement_moesaic import MoesaicReplacement
+from .replacement_moesaic import MoesaicReplacement, own_kernels
 
 FEW_TOKENS = 2  # up to which pairs are computed one by one on a CPU
 LOWEST_SCORE = -10.0  # nats, the threshold at 0: lower ones say no more
@@ -28,8 +28,9 @@ class MoesaicNeurons(MoesaicReplacement):
 
     W_down is kept transposed: a row of it belongs to a neuron. With a router of copies
     h is theirs where a neuron runs and is not exact. Rows only matter where they are
-    asked for: for FEW_TOKENS on a CPU in float32 only those are multiplied; elsewhere
-    all are, and masked.
+    asked for: the package's kernel reads no others, for a few tokens on a CPU. Without
+    it, in float32, FEW_TOKENS are multiplied with those only; elsewhere all rows are,
+    and masked.
     """
 
     def __init__(self, block: BlockConfig, sizes: Sizes):
@@ -49,20 +50,34 @@ class MoesaicNeurons(MoesaicReplacement):
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden = hidden_states.shape[-1]
         x_TD = hidden_states.reshape(-1, hidden)
+        y_TD = self._at_once(x_TD)
+        if y_TD is None:
+            y_TD = self._part_by_part(x_TD)
+        return y_TD.view_as(hidden_states)
+
+    def _at_once(self, x_TD: Tensor) -> Tensor | None:
+        """By the package's kernel, where there is one for this on such a machine."""
+        own = own_kernels()
+        if self.view is not None or own is None:
+            return None
+        y_TD: Tensor | None = own.neurons(self, x_TD)
+        return y_TD
+
+    def _part_by_part(self, x_TD: Tensor) -> Tensor:
         told_TF = self._told(x_TD)
         score_TF = self.router(x_TD, told_TF)
         runs_TF = score_TF > 0
         if self.view is not None:
             h_TF = self._hidden(x_TD, told_TF, score_TF)
             mask_TF = self._mask(score_TF)
-            y_TD = self.down_proj(h_TF * mask_TF.to(h_TF.dtype))
+            y_TD: Tensor = self.down_proj(h_TF * mask_TF.to(h_TF.dtype))
         elif self._pairs_pay(x_TD):
             h_TF = self._hidden_of_pairs(x_TD, told_TF, score_TF)
             y_TD = self._output_of_pairs(h_TF, runs_TF)
         else:
             h_TF = self._hidden(x_TD, told_TF, score_TF)
             y_TD = self.down_proj(torch.where(runs_TF, h_TF, 0))
-        return y_TD.view_as(hidden_states)
+        return y_TD
 
     def _told(self, x_TD: Tensor) -> Tensor:
         """What the router chooses by (T, F): gates, or hidden states of copies."""

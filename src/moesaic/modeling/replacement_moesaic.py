@@ -11,8 +11,20 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .token_ids_moesaic import token_ids_of
+
+# By what transformers' experts interface knows the kernels of the moesaic package, which
+# is not copied beside the weights.
+OWN_KERNELS = "moesaic"
+
+
+def own_kernels() -> Any:
+    """Those kernels, where the package is there and they pay on this machine; else None."""
+    own = ALL_EXPERTS_FUNCTIONS.get(OWN_KERNELS)
+    return own if getattr(own, "by_itself", False) else None
+
 
 # Makes the gates that count (T, R) of a router, the selection values (T, R), which are
 # computed when asked for, and the gates as they are, 0 for experts that do not run.

@@ -1,0 +1,243 @@
+"""Neurons chosen one by one, on a CPU, for a few tokens at once: MoesaicNeurons in one call.
+
+Copies of W_gate and W_up are read in whole, bit plane by bit plane, and of the exact
+matrices the rows of neurons that run. torch has no product of that kind.
+
+Shape suffixes: T tokens, D hidden_size, F neurons, B bits, P bytes of a row of a plane, G
+groups of inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.kernels.build import library
+from moesaic.kernels.inputs import (
+    ACTIVATIONS,
+    can_be_read,
+    is_plain_inference,
+)
+
+FEW_TOKENS = 4  # each reads rows of its own: more of them are faster together
+FUNCTIONS = {
+    torch.float32: "moesaic_neurons_float32",
+    torch.bfloat16: "moesaic_neurons_bfloat16",
+}
+COPY_FUNCTIONS = {
+    torch.float32: "moesaic_copy_float32",
+    torch.bfloat16: "moesaic_copy_bfloat16",
+}
+_POINTERS = (
+    "x_TD",
+    "out_TD",
+    "gate_FD",
+    "up_FD",
+    "down_FD",
+    "gate_bias_F",
+    "up_bias_F",
+    "down_bias_D",
+    "gate_planes_BFP",
+    "up_planes_BFP",
+    "gate_scales_FG",
+    "up_scales_FG",
+    "gate_copy_bias_F",
+    "up_copy_bias_F",
+    "bias_F",
+)
+
+
+class _Call(ctypes.Structure):
+    """The struct of the same name in neurons_cpu.cpp; what is not given is 0."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in ("tokens", "F", "D")),
+        ("margin", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("bits", "activation", "threads")),
+    ]
+
+
+# For each module where its tensors lay when it was looked at, their dtype, and what to
+# call with, or None where it is not for the kernel.
+_KNOWN: WeakKeyDictionary[Any, tuple[list[int], torch.dtype, _Call | None]] = (
+    WeakKeyDictionary()
+)
+
+
+def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
+    """What MoesaicNeurons puts out (T, D), or None where this is not for the kernel.
+
+    Costs, in bytes read, all of the copies (or of W_gate, where that tells) and the rows
+    of the neurons that run, for each token its own.
+    """
+    if not 0 < len(x_TD) <= FEW_TOKENS or torch.is_grad_enabled():
+        return None
+    if x_TD.dtype not in FUNCTIONS or not is_plain_inference(x_TD):
+        return None
+    call = _call_of(neurons, x_TD)
+    if call is None or _is_watched(neurons):
+        return None
+    x_TD = x_TD.contiguous()
+    y_TD = torch.empty_like(x_TD)
+    call.x_TD = x_TD.data_ptr()
+    call.out_TD = y_TD.data_ptr()
+    call.tokens = len(x_TD)
+    call.threads = torch.get_num_threads()
+    if call.bits:
+        call.margin = neurons.router.exact_margin.item()
+    compiled = library()
+    assert compiled is not None  # or there would be no call
+    getattr(compiled, FUNCTIONS[x_TD.dtype])(ctypes.byref(call))
+    return y_TD
+
+
+def copy_weight(copy: Any) -> Tensor | None:
+    """The matrix (F, D) that a MoesaicCopy stands for, or None where it does not fit.
+
+    To the last bit what `copy.weight()` gives without it, in one pass over its bytes.
+    """
+    planes_BFP = copy.planes
+    scales_FG = copy.scales
+    dtype = scales_FG.dtype
+    if dtype not in COPY_FUNCTIONS or not is_plain_inference(scales_FG):
+        return None
+    if not _lies_as(planes_BFP, torch.uint8) or not _lies_as(scales_FG, dtype):
+        return None
+    compiled = library()
+    if compiled is None:
+        return None
+    shape = (copy.out_features, copy.in_features)
+    weight_FD = torch.empty(shape, dtype=dtype)
+    getattr(compiled, COPY_FUNCTIONS[dtype])(
+        *(
+            ctypes.c_void_p(tensor.data_ptr())
+            for tensor in (planes_BFP, scales_FG, weight_FD)
+        ),
+        *(ctypes.c_int64(size) for size in shape),
+        ctypes.c_int32(copy.bits),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+    return weight_FD
+
+
+def _call_of(neurons: Any, x_TD: Tensor) -> _Call | None:
+    """The struct for this module, but for its input and output; None where it is not fit.
+
+    Looked at again only where a tensor lies elsewhere: a module is called for every
+    token, and to look takes as long as to read half a megabyte of weights.
+    """
+    tensors = _tensors(neurons)
+    pointers = [
+        0 if tensor is None else tensor.data_ptr()
+        for tensor in tensors.values()
+    ]
+    known = _KNOWN.get(neurons)
+    if known is not None:
+        known_pointers, known_dtype, call = known
+        if known_pointers == pointers and known_dtype == x_TD.dtype:
+            return call
+    call = None
+    if _fits(neurons, tensors, x_TD):
+        call = _Call(F=len(neurons.up_proj.weight), D=x_TD.shape[1])
+        call.activation = ACTIVATIONS[type(neurons.act_fn).__name__]
+        if not neurons.router.reads_gates:
+            call.bits = neurons.router.gate_copy.bits
+        for name, pointer in zip(tensors, pointers, strict=True):
+            setattr(call, name, pointer)
+    _KNOWN[neurons] = (pointers, x_TD.dtype, call)
+    return call
+
+
+def _tensors(neurons: Any) -> dict[str, Tensor | None]:
+    """Its tensors by the struct's names; None for those that it has not.
+
+    Straight from where modules keep them. A part that is wrapped has none of its own.
+    """
+    parts = neurons._modules
+    gate, up, down = (
+        parts[name]._parameters
+        for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    router = parts["router"]
+    tensors: dict[str, Tensor | None] = {
+        "gate_FD": gate.get("weight"),
+        "up_FD": up.get("weight"),
+        "down_FD": down.get("weight"),
+        "gate_bias_F": gate.get("bias"),
+        "up_bias_F": up.get("bias"),
+        "down_bias_D": down.get("bias"),
+        "bias_F": router._buffers.get("selection_bias"),
+    }
+    for name in ("gate", "up"):
+        copy = router._modules.get(f"{name}_copy")
+        if copy is not None:
+            buffers = copy._buffers
+            tensors[f"{name}_planes_BFP"] = buffers.get("planes")
+            tensors[f"{name}_scales_FG"] = buffers.get("scales")
+            tensors[f"{name}_copy_bias_F"] = buffers.get("bias")
+    return tensors
+
+
+def _fits(
+    neurons: Any, tensors: dict[str, Tensor | None], x_TD: Tensor
+) -> bool:
+    """Whether all parts and tensors are as a conversion makes them, on a CPU."""
+    if not _has_known_parts(neurons):
+        return False
+    if type(neurons.act_fn).__name__ not in ACTIVATIONS:
+        return False
+    matrices = [tensors[name] for name in ("gate_FD", "up_FD", "down_FD")]
+    if not can_be_read(matrices, x_TD):
+        return False
+    for name, tensor in tensors.items():
+        dtype = x_TD.dtype
+        if name == "bias_F":
+            dtype = torch.float32
+        elif name.endswith("planes_BFP"):
+            dtype = torch.uint8
+        if tensor is not None and not _lies_as(tensor, dtype):
+            return False
+    return library() is not None
+
+
+def _has_known_parts(neurons: Any) -> bool:
+    """Whether its parts are of the classes that a conversion puts there."""
+    # Whoever imports these first imports this module on the way.
+    from transformers.pytorch_utils import Conv1D
+
+    from moesaic.modeling import (
+        MoesaicCopyRouter,
+        MoesaicGateRouter,
+        MoesaicNeurons,
+    )
+
+    if type(neurons) is not MoesaicNeurons:
+        return False
+    if type(neurons.router) not in (MoesaicCopyRouter, MoesaicGateRouter):
+        return False
+    if type(neurons.down_proj) is not Conv1D:
+        return False
+    linears = (neurons.gate_proj, neurons.up_proj)
+    return all(type(linear) is nn.Linear for linear in linears)
+
+
+def _is_watched(neurons: Any) -> bool:
+    """Whether somebody has hooks on its parts, which would not be called."""
+    parts = neurons._modules
+    inner = parts["router"]._modules
+    for module in (*parts.values(), *inner.values()):
+        if module._forward_hooks or module._forward_pre_hooks:
+            return True
+    return False
+
+
+def _lies_as(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it lies in the CPU's memory row by row."""
+    if tensor.dtype != dtype or tensor.device.type != "cpu":
+        return False
+    return tensor.is_contiguous()

@@ -1,0 +1,511 @@
+// Neurons on a CPU that are chosen one by one, in one call.
+//
+//     y_t = sum over n that run of h_tn w_n + b,   h = act(W_gate x) * (W_up x)
+//
+// Built on first use (kernels/build.py). Which neurons run is told by copies of W_gate and
+// W_up in a few bits, all of which are read, or by W_gate itself. Of those that run, rows
+// of the matrices are read: of W_down always, of the others where h is not the copies'.
+// For few tokens: each reads rows of its own.
+//
+// Suffixes: T tokens, D hidden size, F neurons, P bytes of a row of a copy's bit plane, G
+// inputs that share a scale, groups of them.
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int CHUNK = 64;        // neurons that are told of before those that run are read
+constexpr int GROUP = 64;        // inputs of a copy that share a scale
+constexpr int PREFETCHED = 256;  // bytes at the start of a row; the processor goes on
+
+// A matrix (F, D) in a few bits a weight, scale * (code - 2^(bits - 1)). Bit b of eight
+// codes is a byte of plane b.
+template <typename T>
+struct Copy {
+  const uint8_t* planes_BFP;
+  const T* scales_FG;
+  const T* bias_F;
+};
+
+// Eight bytes or the first few of them, and 0.
+inline uint64_t first_bytes(const uint8_t* from, int64_t count) {
+  uint64_t bits = 0;
+  if (__builtin_expect(count == 8, 1))
+    std::memcpy(&bits, from, 8);
+  else
+    std::memcpy(&bits, from, count);
+  return bits;
+}
+
+// 0 to 15 in bfloat16, twice.
+alignas(64) constexpr uint16_t BF16_CODES[2 * LANES] = {
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+    0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+    0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+
+// One group of a token's inputs times codes, from numbers laid out by `lay_out`.
+template <typename T, int BITS>
+struct Codes {
+#if defined(__AVX512BW__)
+  __m512i bytes;
+
+  explicit Codes(const uint64_t* bits) {
+    bytes = _mm512_maskz_set1_epi8(bits[0], 1);
+    for (int b = 1; b < BITS; b++)
+      bytes = _mm512_mask_add_epi8(bytes, bits[b], bytes, _mm512_set1_epi8(char(1 << b)));
+  }
+
+  Floats sixteen(int i) const {
+    __m128i quarters[4];
+    std::memcpy(quarters, &bytes, sizeof bytes);
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(quarters[i]));
+  }
+
+  Floats add(Floats sum, const float* x) const {
+    for (int i = 0; i < 4; i++) sum += sixteen(i) * load(x + i * LANES);
+    return sum;
+  }
+
+#if defined(__AVX512BF16__)
+  // Codes become bfloat16 by a table. Even and odd bytes stand apart, as does x.
+  Floats add(Floats sum, const bf16* x) const {
+    const __m512i table = _mm512_loadu_si512(BF16_CODES);
+    const __m512i even = _mm512_and_si512(bytes, _mm512_set1_epi16(0xff));
+    const __m512i odd = _mm512_srli_epi16(bytes, 8);
+    typedef Pack<bf16> P;
+    sum = P::add(sum, (__m512bh)_mm512_permutexvar_epi16(even, table), P::read(x));
+    return P::add(sum, (__m512bh)_mm512_permutexvar_epi16(odd, table), P::read(x + P::size));
+  }
+#endif
+#else
+  float codes[GROUP];
+
+  explicit Codes(const uint64_t* bits) {
+    for (int i = 0; i < GROUP; i++) {
+      int code = 0;
+      for (int b = 0; b < BITS; b++) code += int(bits[b] >> i & 1) << b;
+      codes[i] = float(code);
+    }
+  }
+
+  Floats sixteen(int i) const { return load(codes + i * LANES); }
+
+  Floats add(Floats sum, const float* x) const {
+    for (int i = 0; i < 4; i++) sum += sixteen(i) * load(x + i * LANES);
+    return sum;
+  }
+#endif
+};
+
+#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+template <typename T>
+using Laid = T;  // numbers that codes are multiplied with
+#else
+template <typename T>
+using Laid = float;
+#endif
+
+inline void lay(float* to, float value, int64_t i) { to[i] = value; }
+
+// Of a group's numbers those at even places first.
+inline void lay(bf16* to, float value, int64_t i) {
+  const int64_t within = i % GROUP;
+  put(to + (i - within) + within % 2 * (GROUP / 2) + within / 2, value);
+}
+
+// Tokens as codes are multiplied with them, and what 2^(bits - 1) takes off each group.
+template <typename T>
+struct Inputs {
+  int64_t groups, lanes;  // and as many of them as fill vectors
+  std::vector<Laid<T>> x_TG;
+  std::vector<float> off_TG;
+
+  Inputs(const T* x_TD, int64_t tokens, int64_t D, int bits)
+      : groups((D + GROUP - 1) / GROUP),
+        lanes((groups + LANES - 1) / LANES * LANES),
+        x_TG(tokens * groups * GROUP),
+        off_TG(tokens * lanes) {
+    const float half = float(1 << (bits - 1));
+    for (int64_t t = 0; t < tokens; t++)
+      for (int64_t i = 0; i < D; i++) {
+        const float value = number(x_TD[t * D + i]);
+        lay(x_TG.data() + t * groups * GROUP, value, i);
+        off_TG[t * lanes + i / GROUP] -= half * value;
+      }
+  }
+
+  const Laid<T>* x(int64_t t, int64_t group) const {
+    return x_TG.data() + (t * groups + group) * GROUP;
+  }
+  Floats off(int64_t t, int64_t group) const {  // of sixteen groups
+    return load(off_TG.data() + t * lanes + group);
+  }
+};
+
+// Sixteen numbers or the first few of them, and 0.
+template <typename T>
+inline Floats load_first(const T* from, int64_t count) {
+  if (count >= LANES) return load(from);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 present = __mmask16((1u << count) - 1);
+  if (sizeof(T) == sizeof(float)) return (Floats)_mm512_maskz_loadu_ps(present, from);
+  const __m256i halves = _mm256_maskz_loadu_epi16(present, from);
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#else
+  T values[LANES] = {};
+  std::memcpy(values, from, count * sizeof(T));
+  return load(values);
+#endif
+}
+
+// The neurons of a chunk that run for one token.
+struct Running {
+  int count = 0;
+  int exact = 0;            // those whose rows of W_gate and W_up are read as well
+  int64_t neuron[CHUNK];
+  float told[CHUNK + LANES];  // their h by the copies, or their gate
+  int exact_place[CHUNK + 2];
+
+  void clear() { count = exact = 0; }
+};
+
+template <typename T>
+struct Neurons {
+  const T* x_TD;
+  const T* gate_FD;
+  const T* up_FD;
+  const T* down_FD;
+  const T* gate_bias_F;
+  const T* up_bias_F;
+  Copy<T> gate_copy, up_copy;  // none: W_gate itself tells
+  const float* bias_F;         // a neuron runs where log told^2 + bias is above 0
+  float margin;                // and is exact where it is above this
+  int64_t D, F;
+  int activation;
+
+  bool by_gates() const { return gate_copy.planes_BFP == nullptr; }
+
+  // Sums of one row of a copy times N tokens, not yet added up over the lanes.
+  template <int BITS, int N>
+  void row_of(const Copy<T>& copy, int64_t row, const Inputs<T>& inputs, Floats* sums) const {
+    const int64_t row_bytes = (D + 7) / 8;
+    const int64_t whole = D / GROUP;
+    const uint8_t* plane[BITS];
+    for (int b = 0; b < BITS; b++) plane[b] = copy.planes_BFP + (b * F + row) * row_bytes;
+    const T* scales_G = copy.scales_FG + row * inputs.groups;
+    Floats sum[N] = {};
+    for (int64_t first = 0; first < inputs.groups; first += LANES) {
+      const int64_t count = std::min<int64_t>(LANES, inputs.groups - first);
+      const Floats scales = load_first(scales_G + first, count);
+      float scale[LANES];
+      store(scale, scales);
+      for (int t = 0; t < N; t++) sum[t] += scales * inputs.off(t, first);
+      for (int64_t g = first; g < first + count; g++) {
+        uint64_t bits[BITS];
+        const int64_t bytes = g < whole ? 8 : row_bytes - 8 * whole;
+        for (int b = 0; b < BITS; b++) bits[b] = first_bytes(plane[b] + 8 * g, bytes);
+        const Codes<T, BITS> codes(bits);
+        for (int t = 0; t < N; t++)
+          sum[t] += codes.add(Floats{}, inputs.x(t, g)) * scale[g - first];
+      }
+    }
+    for (int t = 0; t < N; t++) sums[t] = sum[t];
+  }
+
+  // h of sixteen neurons or fewer by their copies, for N tokens, (N, 16).
+  template <int BITS, int N>
+  void told_by_copies(int64_t from, int count, const Inputs<T>& inputs, float* told) const {
+    Floats gate[N][LANES] = {}, up[N][LANES] = {};
+    for (int i = 0; i < count; i++) {
+      Floats sums[N];
+      row_of<BITS, N>(gate_copy, from + i, inputs, sums);
+      for (int t = 0; t < N; t++) gate[t][i] = sums[t];
+      row_of<BITS, N>(up_copy, from + i, inputs, sums);
+      for (int t = 0; t < N; t++) up[t][i] = sums[t];
+    }
+    const Floats gate_bias = some(gate_copy.bias_F, from, count);
+    const Floats up_bias = some(up_copy.bias_F, from, count);
+    for (int t = 0; t < N; t++) {
+      const Floats g = activated(totals(gate[t]) + gate_bias, activation);
+      store(told + t * LANES, g * (totals(up[t]) + up_bias));
+    }
+  }
+
+  // act(W_gate x) of the same, by W_gate itself.
+  template <int N>
+  void told_by_gates(int64_t from, int count, float* told) const {
+    const T* x[N];
+    for (int t = 0; t < N; t++) x[t] = x_TD + t * D;
+    float sums[N * LANES];
+    for (int i = 0; i < LANES; i += 4) {
+      const T* rows[4];
+      for (int r = 0; r < 4; r++)
+        rows[r] = gate_FD + (from + std::min(i + r, count - 1)) * D;
+      float products[(4 * N + LANES - 1) / LANES * LANES];
+      dots<4, N>(rows, x, D, products);
+      for (int r = 0; r < 4; r++)
+        for (int t = 0; t < N; t++) sums[t * LANES + i + r] = products[r * N + t];
+    }
+    const Floats bias = some(gate_bias_F, from, count);
+    for (int t = 0; t < N; t++)
+      store(told + t * LANES, activated(load(sums + t * LANES) + bias, activation));
+  }
+
+  // Sixteen numbers from a place of a vector, 0 beyond `count`, or where there is none.
+  template <typename V>
+  static Floats some(const V* vector, int64_t from, int count) {
+    return vector ? load_first(vector + from, count) : Floats{};
+  }
+
+  template <int BITS, int N>
+  void told(int64_t from, int count, const Inputs<T>& inputs, float* to) const {
+    if (by_gates())
+      told_by_gates<N>(from, count, to);
+    else
+      told_by_copies<BITS, N>(from, count, inputs, to);
+  }
+
+  // Who of neurons [from, to) runs, for N tokens.
+  template <int BITS, int N>
+  void choose(int64_t from, int64_t to, const Inputs<T>& inputs, Running* running) const {
+    for (int t = 0; t < N; t++) running[t].clear();
+    for (int64_t start = from; start < to; start += LANES) {
+      const int count = int(std::min<int64_t>(LANES, to - start));
+      float h[N * LANES], least[LANES], least_exact[LANES];
+      told<BITS, N>(start, count, inputs, h);
+      const Floats bias = some(bias_F, start, count);
+      store(least, exponential(-bias));
+      store(least_exact, exponential(all(margin) - bias));
+      for (int t = 0; t < N; t++)
+        for (int i = 0; i < count; i++) {
+          const float value = h[t * LANES + i];
+          const float energy = std::max(value * value, 1e-38f);
+          if (energy > least[i]) add(running[t], start + i, value, energy > least_exact[i]);
+        }
+    }
+  }
+
+  void add(Running& running, int64_t neuron, float value, bool is_exact) const {
+    const int place = running.count++;
+    running.neuron[place] = neuron;
+    running.told[place] = value;
+    ahead(down_FD + neuron * D);
+    if (!is_exact) return;
+    running.exact_place[running.exact++] = place;
+    ahead(up_FD + neuron * D);
+    if (!by_gates()) ahead(gate_FD + neuron * D);
+  }
+
+  void ahead(const T* row) const {
+    for (int i = 0; i < PREFETCHED; i += 64) __builtin_prefetch((const char*)row + i);
+  }
+
+  // y += h of the neurons that run, times their rows of W_down.
+  void run(Running& running, const T* x_D, float* y_D) const {
+    if (running.count == 0) return;
+    if (running.exact > 0) make_exact(running, x_D);
+    // Rows are taken eight and four at a time; the last one stands for those that there
+    // are not, and is multiplied with 0.
+    const T* rows[CHUNK + 8];
+    float* h = running.told;
+    for (int i = 0; i < CHUNK + 8; i++) {
+      const int place = std::min(i, running.count - 1);
+      rows[i] = down_FD + running.neuron[place] * D;
+    }
+    for (int i = 0; i < 4; i++) h[running.count + i] = 0;
+    int i = 0;
+    for (; i + 8 <= running.count; i += 8) add_rows<8, 1>(rows + i, 0, D, h + i, &y_D);
+    for (; i < running.count; i += 4) add_rows<4, 1>(rows + i, 0, D, h + i, &y_D);
+  }
+
+  // h of those that are exact, two at a time.
+  void make_exact(Running& running, const T* x_D) const {
+    running.exact_place[running.exact] = running.exact_place[running.exact - 1];
+    float gates[CHUNK + LANES], ups[CHUNK + LANES];
+    for (int i = 0; i < running.exact; i += 2) {
+      const T* rows[4];
+      for (int r = 0; r < 2; r++) {
+        const int64_t neuron = running.neuron[running.exact_place[i + r]];
+        rows[r] = up_FD + neuron * D;
+        rows[2 + r] = gate_FD + neuron * D;
+      }
+      float products[LANES];
+      if (by_gates())
+        dots<2, 1>(rows, &x_D, D, products);
+      else
+        dots<4, 1>(rows, &x_D, D, products);
+      for (int r = 0; r < 2; r++) {
+        const int place = running.exact_place[i + r];
+        const int64_t neuron = running.neuron[place];
+        ups[i + r] = products[r] + one(up_bias_F, neuron);
+        gates[i + r] = by_gates() ? running.told[place] : products[2 + r] + one(gate_bias_F, neuron);
+      }
+    }
+    for (int i = 0; i < running.exact; i += LANES) {
+      const Floats gate = load(gates + i);
+      store(gates + i, by_gates() ? gate : activated(gate, activation));
+    }
+    for (int i = 0; i < running.exact; i++)
+      running.told[running.exact_place[i]] = gates[i] * ups[i];
+  }
+
+  static float one(const T* vector, int64_t place) {
+    return vector ? number(vector[place]) : 0.0f;
+  }
+
+  // Chunks of neurons, each read while the next is being told of.
+  template <int BITS, int N>
+  void run_chunks(int64_t first, int64_t last, const Inputs<T>& inputs, float* y_TD) const {
+    Running running[2][N];
+    for (int64_t chunk = first; chunk <= last; chunk++) {
+      const int64_t from = chunk * CHUNK;
+      Running* now = running[chunk % 2];
+      Running* before = running[(chunk + 1) % 2];
+      if (chunk < last) choose<BITS, N>(from, std::min(from + CHUNK, F), inputs, now);
+      if (chunk > first)
+        for (int t = 0; t < N; t++) run(before[t], x_TD + t * D, y_TD + t * D);
+    }
+  }
+};
+
+// What Python hands over.
+struct Call {
+  const void* x_TD;
+  void* out_TD;
+  const void* gate_FD;
+  const void* up_FD;
+  const void* down_FD;
+  const void* gate_bias_F;
+  const void* up_bias_F;
+  const void* down_bias_D;
+  const uint8_t* gate_planes_BFP;
+  const uint8_t* up_planes_BFP;
+  const void* gate_scales_FG;
+  const void* up_scales_FG;
+  const void* gate_copy_bias_F;
+  const void* up_copy_bias_F;
+  const float* bias_F;
+  int64_t tokens, F, D;
+  float margin;
+  int32_t bits, activation, threads;
+};
+
+// Numbers [begin, end) of what all threads have summed up, and the output's bias.
+template <typename T>
+void write_sums(const float* y_PTD, int64_t begin, int64_t end, int64_t D, int parts,
+                int64_t apart, const T* bias_D, T* out_TD) {
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t within = i % D;
+    float sum = bias_D ? number(bias_D[within]) : 0.0f;
+    const float* from = y_PTD + (i - within) + place<T>(within, D);
+    for (int p = 0; p < parts; p++) sum += from[p * apart];
+    put(out_TD + i, sum);
+  }
+}
+
+template <typename T, int BITS, int N>
+void run_tokens(const Neurons<T>& neurons, const Call& call) {
+  const int64_t D = neurons.D;
+  const int64_t chunks = (neurons.F + CHUNK - 1) / CHUNK;
+  const Inputs<T> inputs(neurons.x_TD, neurons.by_gates() ? 0 : N, D, BITS);
+  static thread_local std::vector<float> kept;
+  if (kept.size() < size_t(call.threads * N * D)) kept.resize(call.threads * N * D);
+  float* y_PTD = kept.data();
+#pragma omp parallel num_threads(call.threads)
+  {
+    const Part mine(chunks);
+    float* y_TD = y_PTD + omp_get_thread_num() * N * D;
+    std::fill(y_TD, y_TD + N * D, 0.0f);
+    neurons.template run_chunks<BITS, N>(mine.begin, mine.end, inputs, y_TD);
+#pragma omp barrier
+    const Part numbers(N * D);
+    write_sums(y_PTD, numbers.begin, numbers.end, D, omp_get_num_threads(), N * D,
+               (const T*)call.down_bias_D, (T*)call.out_TD);
+  }
+}
+
+template <typename T, int BITS>
+void run_bits(const Neurons<T>& neurons, const Call& call) {
+  switch (call.tokens) {
+    case 1: return run_tokens<T, BITS, 1>(neurons, call);
+    case 2: return run_tokens<T, BITS, 2>(neurons, call);
+    case 3: return run_tokens<T, BITS, 3>(neurons, call);
+    case 4: return run_tokens<T, BITS, 4>(neurons, call);
+  }
+}
+
+template <typename T>
+void run_neurons(const Call& call) {
+  const Copy<T> gate_copy{call.gate_planes_BFP, (const T*)call.gate_scales_FG,
+                          (const T*)call.gate_copy_bias_F};
+  const Copy<T> up_copy{call.up_planes_BFP, (const T*)call.up_scales_FG,
+                        (const T*)call.up_copy_bias_F};
+  const Neurons<T> neurons{(const T*)call.x_TD,
+                           (const T*)call.gate_FD,
+                           (const T*)call.up_FD,
+                           (const T*)call.down_FD,
+                           (const T*)call.gate_bias_F,
+                           (const T*)call.up_bias_F,
+                           gate_copy,
+                           up_copy,
+                           call.bias_F,
+                           call.margin,
+                           call.D,
+                           call.F,
+                           call.activation};
+  switch (call.bits) {
+    case 2: return run_bits<T, 2>(neurons, call);
+    case 3: return run_bits<T, 3>(neurons, call);
+    default: return run_bits<T, 4>(neurons, call);
+  }
+}
+
+// The matrix that a copy stands for, rounded as (code - half) * scale is.
+template <typename T, int BITS>
+void write_copy(const Copy<T>& copy, T* out_FD, int64_t F, int64_t D, int threads) {
+  const int64_t row_bytes = (D + 7) / 8;
+  const int64_t groups = (D + GROUP - 1) / GROUP;
+  const float half = float(1 << (BITS - 1));
+#pragma omp parallel for num_threads(threads)
+  for (int64_t row = 0; row < F; row++)
+    for (int64_t g = 0; g < groups; g++) {
+      uint64_t bits[BITS];
+      for (int b = 0; b < BITS; b++) {
+        const uint8_t* plane = copy.planes_BFP + (b * F + row) * row_bytes;
+        bits[b] = first_bytes(plane + 8 * g, std::min<int64_t>(8, row_bytes - 8 * g));
+      }
+      const Codes<T, BITS> codes(bits);
+      float values[GROUP];
+      const float scale = number(copy.scales_FG[row * groups + g]);
+      for (int i = 0; i < 4; i++) store(values + i * LANES, (codes.sixteen(i) - half) * scale);
+      T* to = out_FD + row * D + g * GROUP;
+      const int64_t count = std::min<int64_t>(GROUP, D - g * GROUP);
+      for (int64_t i = 0; i < count; i++) put(to + i, values[i]);
+    }
+}
+
+template <typename T>
+void write_copy_of(const void* planes, const void* scales, void* out, int64_t F, int64_t D,
+                   int bits, int threads) {
+  const Copy<T> copy{(const uint8_t*)planes, (const T*)scales, nullptr};
+  switch (bits) {
+    case 2: return write_copy<T, 2>(copy, (T*)out, F, D, threads);
+    case 3: return write_copy<T, 3>(copy, (T*)out, F, D, threads);
+    default: return write_copy<T, 4>(copy, (T*)out, F, D, threads);
+  }
+}
+
+}  // namespace
+
+extern "C" void moesaic_copy_float32(const void* planes, const void* scales, void* out,
+                                     int64_t F, int64_t D, int bits, int threads) {
+  write_copy_of<float>(planes, scales, out, F, D, bits, threads);
+}
+
+extern "C" void moesaic_copy_bfloat16(const void* planes, const void* scales, void* out,
+                                      int64_t F, int64_t D, int bits, int threads) {
+  write_copy_of<bf16>(planes, scales, out, F, D, bits, threads);
+}
+
+extern "C" void moesaic_neurons_float32(const Call* call) { run_neurons<float>(*call); }
+extern "C" void moesaic_neurons_bfloat16(const Call* call) { run_neurons<bf16>(*call); }
