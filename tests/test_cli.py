@@ -136,6 +136,39 @@ def test_a_model_of_the_same_family_is_reported_too(
     assert "written to" in printed
 
 
+@pytest.mark.parametrize(
+    ("purpose", "words"),
+    [
+        ("prefill", "routed experts of"),
+        ("decode", "copies of all in 4 bits"),
+        ("batch", "no routing"),
+    ],
+)
+def test_a_purpose_chooses_the_method_and_says_what_it_can_gain(
+    run: Run, tmp_path: Path, purpose: str, words: str
+) -> None:
+    output = tmp_path / "out"
+    code, out, _ = run("convert", "demo", "--for", purpose, "--output", output, "--dry-run")
+    assert code == 0
+    assert words in out
+    first, *_ = out.splitlines()
+    assert first.startswith("time over dense at best, by counted work: a prompt of 512 ")
+    ours = {"prefill": "a prompt of 512 0.", "decode": "one token 0.", "batch": "sequences 0."}
+    assert ours[purpose] in first
+    assert "warning" not in out
+
+
+def test_a_purpose_that_gains_nothing_is_warned_of(run: Run, tmp_path: Path) -> None:
+    given = ("convert", "demo", "--method", "moesaic", "--for", "batch", "--dry-run")
+    code, out, _ = run(*given, "--output", tmp_path / "out")
+    assert code == 0
+    assert "warning: nothing is saved for batch; leave --method out to get static-repaired" in out
+    code, _, err = run("convert", "demo", "--for", "bach", "--output", tmp_path / "out")
+    assert code == 2
+    assert "unknown purpose 'bach'" in err
+    assert "batch" in err
+
+
 def test_dry_run_says_what_it_would_do_and_writes_nothing(
     run: Run, model: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from moesaic.cli.options import (
     program,
     typed_command,
 )
+from moesaic.cli.purpose import method_for, time_lines
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import bytes_lines, macs_table, out, report_tables
 from moesaic.errors import MoesaicError
@@ -40,13 +41,23 @@ def convert_command(
         typer.Option(help="Folder for the converted model."),
     ],
     recipe: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--method",
             "--recipe",
-            help="How to convert: a name (see moesaic methods), FILE.py or FILE.yaml.",
+            help="How to convert: a name (see moesaic methods), FILE.py or FILE.yaml. "
+            "[default: moesaic]",
         ),
-    ] = "moesaic",
+    ] = None,
+    purpose: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="What is to be fast: prefill (prompts), decode (answers, one at a "
+            "time) or batch (many answers at once). Chooses the method, where --method "
+            "does not.",
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -129,12 +140,13 @@ def convert_command(
     trust_remote_code: Trust = False,
 ) -> None:
     """Convert a dense model into a Mixture-of-Experts and save it."""
+    usual = "moesaic" if purpose is None else method_for(purpose)
     default_source = "demo" if model == "demo" else "wikitext2"
     sources = calibration or [default_source]
     source = calibration_of(sources)
     choices: dict[str, Any] = {
         "model": model,
-        "recipe": recipe,
+        "recipe": recipe or usual,
         "layout": layout,
         "calibration": source,
         "sparsity": sparsity,
@@ -157,10 +169,27 @@ def convert_command(
 
     choose_device(device)
     choose_dtype(dtype)
+    if target_ratio is None:
+        _tell_time(choices, purpose, dtype)
     if dry_run:
         _dry_run(choices, target_ratio, dtype)
     else:
         _convert(choices, target_ratio, device, dtype)
+
+
+def _tell_time(
+    choices: dict[str, Any], purpose: str | None, dtype: str
+) -> None:
+    """Before anything is read: what the conversion can gain."""
+    from moesaic.conversion.options import make_options
+    from moesaic.conversion.prepare import planned
+
+    options = {
+        name: value for name, value in choices.items() if name != "recover"
+    }
+    plan = planned(make_options(**options, dtype=dtype))
+    for line in time_lines(plan, purpose):
+        out.print(line)
 
 
 def calibration_of(sources: list[str]) -> str | dict[str, str]:

@@ -77,14 +77,7 @@ def prepare(options: ConvertOptions) -> Prepared:
             "the mapping of calibration texts is empty; name one"
         )
     config = _read_config(options)
-    plans = make_plans(
-        config,
-        options.model_name,
-        options.method,
-        options.budget,
-        options.scope,
-        len(options.sources),
-    )
+    plans = _plans(options, config)
     if not options.method.saves:
         raise MoesaicError(
             f"method {options.method.name!r} is a reference that computes every neuron "
@@ -110,6 +103,22 @@ def prepare(options: ConvertOptions) -> Prepared:
         )
     return Prepared(
         options, plans, tokenizer, ids, calibration, validation, length
+    )
+
+
+def planned(options: ConvertOptions) -> Plan:
+    """The usual plan, from config.json alone. Raises MoesaicError where there is none."""
+    return _plans(options, _read_config(options))[0]
+
+
+def _plans(options: ConvertOptions, config: Any) -> list[Plan]:
+    return make_plans(
+        config,
+        options.model_name,
+        options.method,
+        options.budget,
+        options.scope,
+        len(options.sources),
     )
 
 

@@ -1,0 +1,78 @@
+"""What a conversion is to be fast at: which method that asks for, and what it can gain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moesaic.errors import MoesaicError, unknown
+
+if TYPE_CHECKING:
+    from moesaic.conversion.plan import Plan
+
+PROMPT = 512
+SEQUENCES = 16
+SAVES_NOTHING = 0.995  # of the dense model's time
+
+# docs/which_method.md says why. Tokens of many sequences together read every expert.
+METHOD_FOR = {
+    "prefill": "moesaic",
+    "decode": "moesaic-neurons",
+    "batch": "static-repaired",
+}
+_WORDS = {
+    "prefill": f"a prompt of {PROMPT}",
+    "decode": "one token",
+    "batch": f"one token of each of {SEQUENCES} sequences",
+}
+
+
+def method_for(purpose: str) -> str:
+    """The method for prefill, decode or batch. Raises MoesaicError for other words."""
+    if purpose not in METHOD_FOR:
+        raise unknown("purpose", purpose, METHOD_FOR)
+    return METHOD_FOR[purpose]
+
+
+def time_lines(plan: Plan, purpose: str | None) -> list[str]:
+    """What time the plan can save at best, by its counted work.
+
+    And a warning where the purpose gains nothing. Takes a few seconds: work is counted
+    on models without weights.
+    """
+    floors = floors_of(plan)
+    if floors is None:
+        return []
+    told = []
+    for name, floor in floors.items():
+        value = "not known" if floor is None else f"{floor:.2f}"
+        told.append(f"{_WORDS[name]} {value}")
+    lines = [
+        f"time over dense at best, by counted work: {', '.join(told)} (moesaic bench "
+        "measures)"
+    ]
+    floor = None if purpose is None else floors[purpose]
+    if purpose is not None and floor is not None and floor > SAVES_NOTHING:
+        lines.append(
+            f"warning: nothing is saved for {purpose}; leave --method out to get "
+            f"{METHOD_FOR[purpose]}"
+        )
+    return lines
+
+
+def floors_of(plan: Plan) -> dict[str, float | None] | None:
+    """Counted work over the dense model's, by purpose; None where it cannot be counted."""
+    from moesaic.bench.floor import count, floor_of
+    from moesaic.bench.regimes import Regime
+
+    try:
+        ours = count(plan.config, PROMPT)
+        dense = count(plan.dense_config, PROMPT)
+    except MoesaicError:
+        return None
+    one = Regime(batch=1, prompt=PROMPT, new=1)
+    many = Regime(batch=SEQUENCES, prompt=PROMPT, new=1)
+    return {
+        "prefill": floor_of(ours, dense, one, "prefill"),
+        "decode": floor_of(ours, dense, one, "decode"),
+        "batch": floor_of(ours, dense, many, "decode"),
+    }
