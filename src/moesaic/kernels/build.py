@@ -20,7 +20,9 @@ from pathlib import Path
 from filelock import FileLock
 
 HERE = Path(__file__).parent
-SOURCES = (HERE / "experts_cpu.cpp", HERE / "neurons_cpu.cpp")
+SOURCES = tuple(
+    HERE / f"{what}_cpu.cpp" for what in ("experts", "neurons", "linears")
+)
 HEADER = HERE / "vectors.h"
 FLAGS = (
     "-O3",

@@ -23,7 +23,13 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesaic.kernels.build import library
-from moesaic.kernels.inputs import ACTIVATIONS, can_be_read, is_plain_inference
+from moesaic.kernels.inputs import (
+    ACTIVATIONS,
+    can_be_read,
+    is_plain_inference,
+    rows_side_by_side,
+)
+from moesaic.kernels.linears import linear_forward
 from moesaic.kernels.neurons import copy_weight, neurons_forward
 
 NAME = "moesaic"
@@ -107,7 +113,7 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     if shared is not None:
         down_DS = shared.down_proj.weight
         given["shared_up_SD"] = shared.up_proj.weight
-        given["shared_down_SD"] = _rows_side_by_side(down_DS)
+        given["shared_down_SD"] = rows_side_by_side(down_DS)
         if shared.gate_proj is not None:
             given["shared_gate_SD"] = shared.gate_proj.weight
     return _run(block.experts, x_TD, router.num_active, **given)
@@ -210,7 +216,7 @@ def _run(
     x_TD = hidden_states.contiguous()
     y_TD = torch.empty_like(x_TD)
     first_RND = _first_matrix(experts)
-    down_RMD = _rows_side_by_side(experts.down_proj)
+    down_RMD = rows_side_by_side(experts.down_proj)
     count, neurons, hidden = down_RMD.shape
     given |= {
         "x_TD": x_TD,
@@ -244,20 +250,6 @@ def _first_matrix(experts: Any) -> Any:
     return experts.gate_up_proj if experts.has_gate else experts.up_proj
 
 
-def _rows_side_by_side(down: Any) -> Tensor:
-    """W_down (..., D, M) as (..., M, D), and in memory so, whatever its shape says.
-
-    A neuron's output weights then lie side by side. In place: nothing is held twice.
-    """
-    turned: Tensor = down.data.mT
-    if not turned.is_contiguous():
-        # Else it could never be trained again.
-        with torch.inference_mode(False):
-            turned = down.data.mT.contiguous()
-            down.data = turned.mT
-    return turned
-
-
 def _by_itself() -> bool:
     """Whether converted models take it unasked: where it was measured to be faster."""
     if torch.accelerator.is_available():
@@ -270,4 +262,5 @@ experts_forward.fits = fits  # type: ignore[attr-defined]
 experts_forward.block = block_forward  # type: ignore[attr-defined]
 experts_forward.neurons = neurons_forward  # type: ignore[attr-defined]
 experts_forward.copy_weight = copy_weight  # type: ignore[attr-defined]
+experts_forward.linear = linear_forward  # type: ignore[attr-defined]
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

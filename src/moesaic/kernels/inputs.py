@@ -1,6 +1,6 @@
 """What the kernels can be given: plain tensors on a CPU, outside of training.
 
-Shape suffixes: T tokens, D hidden_size.
+Shape suffixes: T tokens, D hidden_size, M neurons.
 """
 
 from __future__ import annotations
@@ -38,3 +38,17 @@ def can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
         if x_TD.shape[1] not in parameter.shape[-2:]:
             return False
     return True
+
+
+def rows_side_by_side(matrix: Any) -> Tensor:
+    """A matrix (..., D, M) as (..., M, D), and in memory so, whatever its shape says.
+
+    The column of an input then lies side by side. In place: nothing is held twice.
+    """
+    turned: Tensor = matrix.data.mT
+    if not turned.is_contiguous():
+        # Else it could never be trained again.
+        with torch.inference_mode(False):
+            turned = matrix.data.mT.contiguous()
+            matrix.data = turned.mT
+    return turned
