@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from typer.main import get_command
 
 import moesaic
-from moesaic.cli.advice import next_steps
+from moesaic.conversion.advice import next_steps
 from moesaic.cli.main import app, main
 from moesaic.cli.options import parse_settings
 from moesaic.demo import demo_path

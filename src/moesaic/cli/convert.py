@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moesaic.cli.advice import note_on_copies
+from moesaic.conversion.advice import note_on_copies
 from moesaic.cli.options import (
     Device,
     Dtype,
