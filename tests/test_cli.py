@@ -20,9 +20,9 @@ from transformers import LlamaConfig
 from typer.main import get_command
 
 import moesaic
-from moesaic.conversion.advice import next_steps
 from moesaic.cli.main import app, main
 from moesaic.cli.options import parse_settings
+from moesaic.conversion.advice import next_steps
 from moesaic.demo import demo_path
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.methods.contents import METHODS, Description

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from moesaic.conversion.advice import note_on_copies
 from moesaic.cli.options import (
     Device,
     Dtype,
@@ -25,6 +24,7 @@ from moesaic.cli.options import (
 )
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import bytes_lines, macs_table, out, report_tables
+from moesaic.conversion.advice import note_on_copies
 from moesaic.errors import MoesaicError
 
 
@@ -189,6 +189,7 @@ def _convert(
     dtype: str,
 ) -> None:
     from moesaic.finetune.convert import convert
+    from moesaic.inspection.inspect import PAGE_FILE
 
     model, report = convert(
         **choices,
@@ -216,6 +217,9 @@ def _convert(
     out.print(
         f"written to {output}; next:\n  {program()} {shlex.join(arguments)}"
     )
+    page = choices["output"] / PAGE_FILE
+    if page.is_file():
+        out.print(f"report: {page}", markup=False, highlight=False)
     if Path(source).exists():
         out.print(
             "(better on another text: most of this one may have been used for "

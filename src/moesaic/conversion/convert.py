@@ -51,15 +51,6 @@ from moesaic.output import draft as drafts
 from moesaic.output.model_card import licence_of
 
 
-def run_conversion(options: ConvertOptions) -> tuple[Any, ConversionReport]:
-    """Checks and prepares, then converts."""
-    started = time.perf_counter()
-    prepared = check_conversion(options)
-    model, report = convert_prepared(prepared)
-    report.seconds = time.perf_counter() - started
-    return model, report
-
-
 def check_conversion(options: ConvertOptions) -> Prepared:
     """Checks all of a conversion's input but the weights, and reads its text.
 

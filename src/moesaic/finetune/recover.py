@@ -22,7 +22,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from moesaic.conversion.convert import check_conversion, convert_prepared
+from moesaic.conversion.convert import convert_prepared
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.prepare import Prepared, source_name
@@ -51,7 +51,7 @@ RECOVERY_FILE = "moesaic_finetune.json"
 
 
 def convert_and_recover(
-    options: ConvertOptions, tokens: int
+    prepared: Prepared, tokens: int
 ) -> tuple[Any, ConversionReport]:
     """Converts a model, trains it on `tokens` tokens of the same text, and writes it.
 
@@ -59,7 +59,7 @@ def convert_and_recover(
     MoesaicError for bad input of either half before any work is done.
     """
     started = time.perf_counter()
-    prepared = check_conversion(options)
+    options = prepared.options
     check_recovery(prepared, tokens)
     output = options.output
     assert output is not None

@@ -192,9 +192,10 @@ def _router_words(layers: list[LayerReport]) -> list[str]:
     if not known:
         return []
     mean = statistics.mean(known)
-    sentence = (
-        f"The routers pick {percent(mean)} of the experts that an oracle would run"
-    )
+    sentence = f"The routers pick {percent(mean)} of the experts that an oracle would run"
+    chance = _chance(layers)
+    if chance is not None:
+        sentence += f", where chance is {percent(chance)}"
     unrepaired = mean_reference(layers, "unrepaired")
     oracle = mean_reference(layers, "oracle")
     if unrepaired is not None and oracle is not None:
@@ -203,6 +204,12 @@ def _router_words(layers: list[LayerReport]) -> list[str]:
             f"choice {percent(oracle)}: the difference is the routers'"
         )
     return [f"{sentence}."]
+
+
+def _chance(layers: list[LayerReport]) -> float | None:
+    """The recall of a router that picks as many experts at random."""
+    loads = [load for layer in layers for load in layer.expert_load]
+    return statistics.mean(loads) if loads else None
 
 
 # --- whether it is faster ---------------------------------------------------------------

@@ -14,11 +14,11 @@ from xml.etree import ElementTree as xml
 from markupsafe import Markup
 
 _WIDTH = 560
-_LEFT = 46
+_LEFT = 58
 _RIGHT = 10
 _TOP = 12
-_BOTTOM = 34
-_HEIGHT = 250
+_BOTTOM = 44
+_HEIGHT = 260
 _PALEST = 0.04  # of a heat map's cells
 _ROW = 14  # of a heat map, in height
 _MARK = 3.2  # half the size of a line's mark
@@ -54,15 +54,27 @@ class _Axis:
         return math.log10(max(value, self.low)) if self.log else value
 
     def ticks(self) -> list[float]:
-        if not self.log:
-            step = (self.high - self.low) / 4
-            return [self.low + step * number for number in range(5)]
-        found = []
-        decade = 10.0 ** math.floor(math.log10(self.low))
-        while decade <= self.high:
-            found += [decade * factor for factor in (1, 2, 5)]
-            decade *= 10
+        """Round values within the axis, five or so."""
+        found = _decades(self.low, self.high) if self.log else self._steps()
         return [tick for tick in found if self.low <= tick <= self.high]
+
+    def _steps(self) -> list[float]:
+        rough = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = power * min(
+            factor for factor in (1, 2, 5, 10) if factor * power >= rough
+        )
+        first = math.ceil(self.low / step)
+        return [round(step * (first + number), 12) for number in range(7)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each power of ten; 1 alone where there are many powers."""
+    first = math.floor(math.log10(low))
+    last = math.floor(math.log10(high))
+    factors = (1,) if last - first > 2 else (1, 2, 5)
+    powers = range(first, last + 1)
+    return [factor * 10.0**power for power in powers for factor in factors]
 
 
 def lines(
@@ -87,7 +99,8 @@ def lines(
     axis = _axis(values, log)
     svg = _canvas(title, _HEIGHT)
     _draw_ticks(svg, axis)
-    _draw_places(svg, places, unit)
+    _draw_places(svg, places)
+    _draw_name(svg, unit)
     for one in series:
         points = [
             (_across(number, len(places)), axis.height(value), place, value)
@@ -97,9 +110,7 @@ def lines(
             if value is not None and (value > 0 or not log)
         ]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in points)
-        _add(
-            svg, "polyline", {"points": path, "class": f"line look{one.look}"}
-        )
+        _add(svg, "polyline", {"points": path, "class": f"line look{one.look}"})
         for x, y, place, value in points:
             mark = _add(svg, "path", _mark(one.look, x, y))
             _title(mark, f"{unit} {place}, {one.name}: {short(value)}")
@@ -121,7 +132,7 @@ def heat(
     columns = max(len(cells) for _, cells in rows)
     height = _TOP + _ROW * len(rows) + 8
     svg = _canvas(title, height)
-    every = max(1, len(rows) // 16)
+    every = math.ceil(len(rows) / 12)
     for number, (layer, cells) in enumerate(rows):
         y = _TOP + number * _ROW
         if number % every == 0:
@@ -155,14 +166,22 @@ def _depth(share: float, low: float, high: float) -> float:
 
 
 def bars(
-    title: str, counts: Sequence[int], names: Sequence[str], label: str
+    title: str,
+    counts: Sequence[int],
+    names: Sequence[str],
+    label: str,
+    edge: str,
 ) -> Markup:
-    """A histogram; heights are logarithmic, since few bins hold nearly all."""
+    """A histogram; heights are logarithmic, since few bins hold nearly all.
+
+    `names` are those of bins, whose first word stands at the edge.
+    """
     if not counts or not max(counts):
         return Markup("")
     axis = _Axis(0.5, 1.2 * max(counts), log=True)
     svg = _canvas(title, _HEIGHT)
     _draw_ticks(svg, axis)
+    _draw_name(svg, edge)
     width = (_WIDTH - _LEFT - _RIGHT) / len(counts)
     bottom = _HEIGHT - _BOTTOM
     for number, (count, name) in enumerate(zip(counts, names, strict=True)):
@@ -182,18 +201,16 @@ def bars(
             )
             _title(bar, f"{name}: {count:,} {label}")
         if number % 4 == 0:
-            text = _add(
-                svg, "text", {"x": f"{x:.1f}", "y": f"{bottom + 16}"}
-            )
+            text = _add(svg, "text", {"x": f"{x:.1f}", "y": f"{bottom + 16}"})
             text.text = name.split(" ")[0]
     return _text(svg)
 
 
 def short(value: float) -> str:
     """A number with three digits that matter."""
-    if value == 0 or 0.001 <= abs(value) < 1000:
-        return f"{value:.3g}"
-    return f"{value:.2e}" if abs(value) < 0.001 else f"{value:,.0f}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def _axis(values: Sequence[float], log: bool) -> _Axis:
@@ -240,8 +257,8 @@ def _draw_ticks(svg: xml.Element, axis: _Axis) -> None:
         label.text = short(tick)
 
 
-def _draw_places(svg: xml.Element, places: Sequence[int], unit: str) -> None:
-    every = max(1, math.ceil(len(places) / 16))
+def _draw_places(svg: xml.Element, places: Sequence[int]) -> None:
+    every = math.ceil(len(places) / 16)
     for number, place in enumerate(places):
         if number % every:
             continue
@@ -251,6 +268,10 @@ def _draw_places(svg: xml.Element, places: Sequence[int], unit: str) -> None:
             svg, "text", {"x": f"{x:.1f}", "y": f"{y}", "class": "middle"}
         )
         label.text = str(place)
+
+
+def _draw_name(svg: xml.Element, words: str) -> None:
+    """What stands along the lower edge."""
     name = _add(
         svg,
         "text",
@@ -260,7 +281,7 @@ def _draw_places(svg: xml.Element, places: Sequence[int], unit: str) -> None:
             "class": "middle quiet",
         },
     )
-    name.text = unit
+    name.text = words
 
 
 def _mark(look: int, x: float, y: float) -> dict[str, str]:
@@ -289,4 +310,4 @@ def _title(element: xml.Element, words: str) -> None:
 
 def _text(svg: xml.Element) -> Markup:
     # ElementTree escapes what it writes.
-    return Markup(xml.tostring(svg, encoding="unicode"))  # noqa: S704
+    return Markup(xml.tostring(svg, encoding="unicode"))

@@ -102,10 +102,13 @@ def inspect(
     settings = _Settings(
         text, choose_device(device), dtype, trust_remote_code, progress
     )
-    ours = _inspected(str(model), settings, times)
+    # Both are read before the first is watched, which takes long.
+    names = [model] if against is None else [model, against]
+    records = [read_record(str(name), trust_remote_code) for name in names]
+    ours = _inspected(records[0], settings, times)
     other = None
     if against is not None:
-        other = _inspected(str(against), settings, None)
+        other = _inspected(records[1], settings, None)
     result = Inspection(ours, other, times)
     if page_file is not None:
         write_page(page_file, result)
@@ -122,11 +125,11 @@ class _Settings:
 
 
 def _inspected(
-    model: str, settings: _Settings, times: dict[str, Any] | None
+    record: Record, settings: _Settings, times: dict[str, Any] | None
 ) -> Inspected:
-    """Reads one folder, and passes the text through its model."""
+    """Passes the text through a model, where something in it can be watched."""
+    model = record.model
     trust = settings.trust_remote_code
-    record = read_record(model, trust)
     answers = answer(record, times)
     tokenizer = load_tokenizer(model, trust)
     ids_T, source = _ids(settings.text, record, tokenizer)
@@ -144,7 +147,10 @@ def _ids(
     if text is None and record.base == "demo":
         text = "demo"  # the demo model reads code
     if text is None:
-        ids_T, source = encode(tokenizer, [PASSAGE]), "a passage of moesaic's"
+        ids_T, source = (
+            encode(tokenizer, [PASSAGE]),
+            "a short text of moesaic's own",
+        )
     else:
         ids_T, source = to_ids(text, tokenizer, heldout=True), Path(text).name
     if not len(ids_T):

@@ -179,11 +179,15 @@ class _Watcher:
         self.whole = whole
         self.parts = parts if whole is None else {"": whole}
         self.result = LayerPass(number)
-        self.runs: dict[str, Tensor] = {}  # of each part, summed over tokens (U,)
+        self.runs: dict[
+            str, Tensor
+        ] = {}  # of each part, summed over tokens (U,)
         self.marks_F: Tensor | None = None
         self.shown = 0
         self.stream_S = torch.empty(0)
-        self.shares: dict[str, tuple[Tensor, Tensor]] = {}  # of a part: ran, kept
+        self.shares: dict[
+            str, tuple[Tensor, Tensor]
+        ] = {}  # of a part: ran, kept
 
     def begin(self, shown: int) -> None:
         """A window comes, of which so many tokens are shown."""
@@ -280,9 +284,7 @@ class _Watcher:
             return
         count = min(MARKS, h_TF.shape[1])
         marked_TK = h_TF.abs().topk(count, dim=1).indices
-        marks_F = torch.bincount(
-            marked_TK.flatten(), minlength=h_TF.shape[1]
-        )
+        marks_F = torch.bincount(marked_TK.flatten(), minlength=h_TF.shape[1])
         self.marks_F = (
             marks_F if self.marks_F is None else self.marks_F + marks_F
         )

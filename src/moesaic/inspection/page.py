@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from moesaic._version import __version__
 from moesaic.conversion.layer_error import LayerReport
@@ -21,7 +22,7 @@ from moesaic.inspection.record import Record
 if TYPE_CHECKING:
     from moesaic.inspection.inspect import Inspected, Inspection
 
-NOTHING = "–"
+NOTHING = "-"
 _HEAT_COLUMNS = 64
 # References of a layer: their names, and the looks of those that are drawn.
 _REFERENCES = {
@@ -92,6 +93,7 @@ def draw(inspection: Inspection) -> str:
         lstrip_blocks=True,
     )
     # No spaces: the numbers of a page are many.
+    environment.filters["options"] = unbroken_options
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     template = environment.get_template("page.html.jinja")
     ours = inspection.model
@@ -115,6 +117,16 @@ def draw(inspection: Inspection) -> str:
     )
 
 
+def unbroken_options(words: str) -> Markup:
+    """Marks options of commands, which no line may break."""
+    marked = re.sub(
+        r"--[a-z][\w-]*",
+        r'<span class="option">\g<0></span>',
+        str(escape(words)),
+    )
+    return Markup(marked)
+
+
 # --- the head --------------------------------------------------------------------------
 
 
@@ -123,7 +135,7 @@ def _cards(record: Record, bench: dict[str, Any] | None) -> list[Card]:
     ratio = record.ratio
     if ratio is not None:
         cards.append(
-            Card(f"× {ratio:.3f}", "perplexity", "over the dense model's")
+            Card(f"{ratio:.3f}", "perplexity", "over dense; 1 is no loss")
         )
     skipped = 1 - record.active_ffn_fraction
     if skipped > 0:
@@ -132,10 +144,10 @@ def _cards(record: Record, bench: dict[str, Any] | None) -> list[Card]:
         )
     report = record.report
     if report is not None:
-        macs = report.macs / report.dense_macs - 1
-        read = report.bytes / report.dense_bytes - 1
-        cards.append(Card(f"{macs:+.1%}", "multiplications", "counted"))
-        cards.append(Card(f"{read:+.1%}", "bytes read", "counted, one token"))
+        macs = change(report.macs / report.dense_macs)
+        read = change(report.bytes / report.dense_bytes)
+        cards.append(Card(macs, "multiplications", "counted, for one token"))
+        cards.append(Card(read, "bytes of weights", "counted, for one token"))
     cards.append(_speed_card(bench))
     return cards
 
@@ -147,10 +159,15 @@ def _speed_card(bench: dict[str, Any] | None) -> Card:
         return Card("?", "time", "not measured")
     best = min(timed, key=lambda row: float(row["ratio"]))
     return Card(
-        f"× {best['ratio']:.2f}",
+        f"{best['ratio']:.2f}",
         "time",
         f"over dense: {best['kind']}, batch {best['batch']}",
     )
+
+
+def change(ratio: float) -> str:
+    """How much more or less, with a real minus."""
+    return f"{100 * (ratio - 1):+.1f} %".replace("-", "\u2212")
 
 
 def _facts(record: Record) -> list[tuple[str, str, str | None]]:
@@ -280,17 +297,12 @@ def _work(record: Record) -> list[Bars]:
             "what one user, one token at a time, waits for",
         ),
     ):
-        change = own / dense - 1
         entries = [
             ("dense", dense, f"{dense / 1e6:,.1f} M", False),
-            (
-                "this model",
-                own,
-                f"{own / 1e6:,.1f} M ({change:+.1%})",
-                True,
-            ),
+            ("this model", own, f"{own / 1e6:,.1f} M", True),
         ]
-        found.append(Bars(title, f"counted; {caption}", _bars(entries)))
+        words = f"{change(own / dense)}, counted; {caption}"
+        found.append(Bars(title, words, _bars(entries)))
     return found
 
 
@@ -371,17 +383,13 @@ def _error_figure(
 def _router_figure(layers: list[LayerReport]) -> Figure:
     places = [layer.layer for layer in layers]
     series = [
-        Series(
-            "energy in what runs", [layer.mass_kept for layer in layers], 0
-        ),
+        Series("energy in what runs", [layer.mass_kept for layer in layers], 0),
         Series(
             "the same with an oracle",
             [layer.oracle_mass for layer in layers],
             3,
         ),
-        Series(
-            "router recall", [layer.router_recall for layer in layers], 2
-        ),
+        Series("router recall", [layer.router_recall for layer in layers], 2),
     ]
     columns = [(one.name, one.values) for one in series]
     return Figure(
@@ -436,9 +444,7 @@ def _heat_figure(inspected: Inspected) -> Figure | None:
     passed = inspected.passed
     if passed is None:
         return None
-    loads = {
-        layer.layer: layer.rates for layer in passed.layers if layer.rates
-    }
+    loads = {layer.layer: layer.rates for layer in passed.layers if layer.rates}
     where = f"{passed.measured:,} tokens of {passed.text}"
     report = inspected.record.report
     if report is not None and inspected.record.recovery is None:
@@ -468,15 +474,19 @@ def _heat_figure(inspected: Inspected) -> Figure | None:
     named = any(names.values())
     if named:
         title = "How much each linear layer reads"
-        caption = f"Share of its inputs that a linear layer reads, mean over {where}."
+        caption = (
+            f"Share of its inputs that a linear layer reads, mean over {where}."
+        )
     else:
         title = f"How often each {unit} runs"
         caption = (
-            f"Share of tokens that run it, busiest first; {where}. Dark rows on the left "
-            f"and pale ones on the right: a few {unit}s do most of the work."
+            f"Share of tokens that run it, busiest first; {where}. Rows of one shade: all "
+            f"{unit}s are used alike. Dark left and pale right: a few do most of the work."
         )
         if max(map(len, loads.values())) > _HEAT_COLUMNS:
-            caption += f" A cell is the mean of neighbours: too many {unit}s to show."
+            caption += (
+                f" A cell is the mean of neighbours: too many {unit}s to show."
+            )
     listed = []
     for layer, cells in rows:
         words = [f"{name}: {100 * share:.1f} %" for name, share in cells]
@@ -513,7 +523,9 @@ def _rates_figure(passed: Pass | None) -> Figure | None:
     """How many neurons are how often among a token's largest, over all layers."""
     if passed is None:
         return None
-    known = [layer.neuron_rates for layer in passed.layers if layer.neuron_rates]
+    known = [
+        layer.neuron_rates for layer in passed.layers if layer.neuron_rates
+    ]
     if not known:
         return None
     counts = [sum(column) for column in zip(*known, strict=True)]
@@ -532,11 +544,13 @@ def _rates_figure(passed: Pass | None) -> Figure | None:
     )
     return Figure(
         "How often neurons are active",
-        "Activation rate in per cent: share of tokens for which a neuron's hidden state "
+        "Activation rate: share of tokens for which a neuron's hidden state "
         f"is among the ten largest of its layer. All layers, {passed.measured:,} tokens of "
         f"{passed.text}; the height is logarithmic. Few neurons far on the right are "
         "what a shared expert is for; many on the left are what can be skipped.",
-        charts.bars("activation rates", counts, names, "neurons"),
+        charts.bars(
+            "activation rates", counts, names, "neurons", "activation rate, %"
+        ),
         table,
     )
 
@@ -546,10 +560,9 @@ def _rates_figure(passed: Pass | None) -> Figure | None:
 
 def _side_by_side(ours: Inspected, other: Inspected) -> Table:
     """The same facts of two models."""
-    rows = []
-    columns = [_summary(ours.record), _summary(other.record)]
-    for name in columns[0]:
-        rows.append([name, *(column[name] for column in columns)])
+    own = _summary(ours.record)
+    others = _summary(other.record)
+    rows = [[name, value, others[name]] for name, value in own.items()]
     heads = ["", "this model", f"the other model ({other.record.model})"]
     return Table(heads, rows)
 
@@ -619,7 +632,5 @@ def _token_data(inspection: Inspection) -> list[dict[str, Any]]:
                     "units": cells.units,
                 }
             )
-        found.append(
-            {"name": name, "tokens": passed.tokens, "layers": layers}
-        )
+        found.append({"name": name, "tokens": passed.tokens, "layers": layers})
     return found

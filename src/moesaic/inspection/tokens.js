@@ -11,8 +11,8 @@
     return element;
   }
 
-  const percent = (share) => (100 * share).toPrecision(share < 0.0995 ? 2 : 3) + " %";
-  const shown = (token) => token.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥");
+  const percent = (share) => (share < 9.995 ? (100 * share).toPrecision(share < 0.0995 ? 2 : 3) : Math.round(100 * share)) + " %";
+  const shown = (token) => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
   const unitName = (layer, unit) => layer.names.length ? layer.names[unit] : layer.unit + " " + unit;
 
   // What the colour stands for: what a layer adds, or, where only parts were replaced, what it kept.
@@ -39,14 +39,17 @@
       button.addEventListener("click", () => choose(number));
       return button;
     });
-    at("passage").replaceChildren(...buttons);
+    const parts = buttons.flatMap((button, number) =>
+      state.model.tokens[number].includes("\n") ? [button, make("br")] : [button]);
+    at("passage").replaceChildren(...parts);
   }
+
+  const buttonsOfTokens = () => at("passage").querySelectorAll("button");
 
   function choose(token) {
     const last = state.model.tokens.length - 1;
     state.token = Math.min(last, Math.max(0, token));
-    const buttons = [...at("passage").children];
-    buttons.forEach((button, number) => {
+    buttonsOfTokens().forEach((button, number) => {
       button.setAttribute("aria-selected", String(number === state.token));
       button.tabIndex = number === state.token ? 0 : -1;
     });
@@ -102,7 +105,18 @@
     const body = make("tbody");
     body.append(...rows);
     at("by-layer").replaceChildren(thead, body);
+    at("columns-note").textContent = columnsNote(layers[0]);
     drawUnits();
+  }
+
+  function columnsNote(layer) {
+    const words = [];
+    if (layer.added.length) words.push("adds: norm of what the converted part adds, over that of the residual stream before the layer.");
+    if (layer.unit && !layer.names.length) {
+      words.push("kept: share of the output energy of all " + layer.unit + "s in those that ran.");
+    }
+    if (layer.names.length) words.push("kept: share of the energy of all inputs in those that were read, mean over linear layers.");
+    return words.join(" ");
   }
 
   function chooseLayer(number) {
@@ -176,7 +190,7 @@
     if (!(event.key in steps)) return;
     event.preventDefault();
     choose(state.token + steps[event.key]);
-    at("passage").children[state.token].focus();
+    buttonsOfTokens()[state.token].focus();
   });
   at("layer").addEventListener("change", (event) => {
     state.colour = event.target.value;

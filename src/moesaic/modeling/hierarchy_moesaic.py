@@ -142,9 +142,7 @@ class MoesaicHierarchy(MoesaicReplacement):
         gate_PR = self.router.gates(scores_PR, expert_P).abs()
         gate_PR = gate_PR * weight_TO.reshape(-1, 1).float()
         place_PR = expert_P[:, None] * self.num_routed
-        place_PR = place_PR + torch.arange(
-            self.num_routed, device=x_TD.device
-        )
+        place_PR = place_PR + torch.arange(self.num_routed, device=x_TD.device)
         place_TU = place_PR.view(tokens, -1)
         norm_TU = self.experts.output_norms(x_TD)
         runs_TU = torch.zeros_like(norm_TU, dtype=torch.bool)
