@@ -165,6 +165,7 @@ def test_saved_and_loaded_it_is_the_same_to_the_last_bit(
     method: str, dense: Path, tmp_path: Path
 ) -> None:
     model, _ = convert(dense, method, output=tmp_path / "out")
+    assert "In short" in (tmp_path / "out/report.html").read_text()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ours, theirs = model.state_dict(), loaded.state_dict()
     assert ours.keys() == theirs.keys()

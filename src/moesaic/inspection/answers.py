@@ -263,7 +263,14 @@ def _counted(record: Record) -> list[str]:
         f"multiply-accumulates, {read:.2f} of the bytes of weights."
     ]
     if report.macs >= report.dense_macs:
-        sentences.append("It computes more than the dense model.")
+        sentences.append(
+            "That is more work for a prompt than the dense model does"
+            + (
+                ", and less to read for one token at a time."
+                if report.bytes < report.dense_bytes
+                else "."
+            )
+        )
     return sentences
 
 

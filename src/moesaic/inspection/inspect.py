@@ -9,12 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moesaic.calibration.text import encode, to_ids
+from moesaic.calibration.text import encode, has_heldout_split, to_ids
 from moesaic.errors import MoesaicError
-from moesaic.evaluate.work import is_converted
 from moesaic.families.load import (
     choose_device,
-    load_config,
     load_model,
     load_tokenizer,
 )
@@ -133,8 +131,6 @@ def _inspected(
     answers = answer(record, times)
     tokenizer = load_tokenizer(model, trust)
     ids_T, source = _ids(settings.text, record, tokenizer)
-    if not is_converted(load_config(model, trust)):
-        return Inspected(record, answers, None)
     loaded = load_model(model, settings.dtype, trust, settings.device)
     passed = pass_through(loaded, ids_T, tokenizer, source, settings.progress)
     return Inspected(record, answers, passed)
@@ -152,7 +148,10 @@ def _ids(
             "a short text of moesaic's own",
         )
     else:
-        ids_T, source = to_ids(text, tokenizer, heldout=True), Path(text).name
+        ids_T = to_ids(text, tokenizer, heldout=True)
+        source = Path(text).name
+        if has_heldout_split(text):
+            source += ", held-out split"
     if not len(ids_T):
         raise MoesaicError(
             f"text {source} has no tokens for the tokenizer of {record.model}; give "
@@ -167,7 +166,7 @@ def pass_through(
     tokenizer: Any,
     source: str,
     progress: bool = False,
-) -> Pass:
+) -> Pass | None:
     """Measures a model on the first of these tokens; without a tokenizer as numbers."""
     shown = ids_T[: most_shown(model)].tolist()
     words = [f"#{token}" for token in shown]

@@ -86,10 +86,11 @@ def measure(
     words: list[str],
     source: str,
     progress: Callable[[int], Any] | None = None,
-) -> Pass:
+) -> Pass | None:
     """Passes at most MEASURED_TOKENS of a row of ids through a converted model.
 
-    `words` are the shown tokens as text. Costs about three forward passes of those
+    `words` are the shown tokens as text. None where nothing stands in for a part of the
+    dense model. Costs about three forward passes of those
     tokens: routers and all units are computed once more. Raises MoesaicError for ids
     that the model does not know.
     """
@@ -100,6 +101,8 @@ def measure(
             f"0..{len(embeddings) - 1}: the tokenizer is not this model's"
         )
     watchers = _watchers(model)
+    if not watchers:
+        return None
     base = getattr(model, model.base_model_prefix, model)
     window = min(WINDOW, context_of(model.config))
     ids_T = ids_T[:MEASURED_TOKENS].to(embeddings.device)

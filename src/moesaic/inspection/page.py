@@ -112,6 +112,7 @@ def draw(inspection: Inspection) -> str:
         layer_figures=_layer_figures(ours.record, other),
         notes=_notes(ours.record),
         load_figures=_load_figures(ours),
+        other=other,
         side=None if other is None else _side_by_side(ours, other),
         tokens=_token_data(inspection),
     )
@@ -189,8 +190,9 @@ def _facts(record: Record) -> list[tuple[str, str, str | None]]:
     if report is not None:
         shape = f"{shape}: {report.shape}" if shape else report.shape
     facts.append(("Layout", shape or NOTHING, None))
-    active = f"{record.active_ffn_fraction:.1%} for a token"
-    facts.append(("Active FFN neurons", active, None))
+    if record.active_ffn_fraction < 1:
+        active = f"{record.active_ffn_fraction:.1%} for a token"
+        facts.append(("Active FFN neurons", active, None))
     if report is not None and report.budgets:
         budgets = ", ".join(map(str, report.budgets))
         facts.append((f"Active {report.unit} by layer", budgets, None))

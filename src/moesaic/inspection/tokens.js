@@ -67,7 +67,12 @@
 
   function strongest(layer) {
     const ran = pairs(layer.units[state.token]).filter((one) => one.ran).slice(0, 3);
-    return ran.map((one) => (layer.names.length ? unitName(layer, one.unit) : one.unit) + " (" + percent(one.share) + ")").join(", ");
+    return ran.map((one) => one.unit + " (" + percent(one.share) + ")").join(", ");
+  }
+
+  function readsLeast(layer) {
+    const parts = pairs(layer.units[state.token]).sort((a, b) => a.share - b.share).slice(0, 3);
+    return parts.map((one) => unitName(layer, one.unit).split(".").pop() + " (" + percent(one.share) + ")").join(", ");
   }
 
   function columns() {
@@ -77,8 +82,7 @@
     if (first.unit && !first.names.length) found.push(["ran", (layer) => layer.ran[state.token] + " of " + layer.count]);
     if (first.unit) {
       found.push(["kept", (layer) => percent(layer.kept[state.token])]);
-      const head = first.names.length ? "reads" : "strongest " + first.unit + "s";
-      found.push([head, strongest]);
+      found.push(first.names.length ? ["read least by", readsLeast] : ["strongest " + first.unit + "s", strongest]);
     }
     return found;
   }
@@ -157,7 +161,7 @@
   }
 
   function note(layer, listed) {
-    if (!layer.unit) return "Nothing is chosen for a token here: every token runs all that is left.";
+    if (!layer.unit) return "Nothing is chosen token by token here.";
     if (layer.names.length) return "Share of its inputs that each linear layer read for this token.";
     const rest = layer.count - listed;
     const others = rest > 0 ? " The " + listed + " strongest of " + layer.count + " are listed." : "";
