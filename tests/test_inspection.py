@@ -464,8 +464,10 @@ def test_a_recovered_model_shows_both_halves(folder: Path, tmp_path: Path) -> No
     """Also one whose conversion is not reported in its folder."""
     recovered = tmp_path / "recovered"
     shutil.copytree(folder, recovered)
+    report = json.loads((folder / "moesaic_report.json").read_text())
     training = {
-        "perplexity_before": 20.0, "perplexity": 18.0, "folded_perplexity": 17.5, "folded": True,
+        "perplexity_before": report["perplexity"], "perplexity": 18.0, "folded_perplexity": 17.5,
+        "folded": True,
         "settings": {"samples": 4, "sequence_length": 64}, "data": "text", "distill": "demo",
     }  # fmt: skip
     (recovered / "moesaic_finetune.json").write_text(json.dumps(training))
@@ -473,6 +475,10 @@ def test_a_recovered_model_shows_both_halves(folder: Path, tmp_path: Path) -> No
     assert "Before it was trained, perplexity rose by" in page
     assert "17.500" in page
     assert "256 tokens of text, with the dense model as teacher" in page
+    training["perplexity_before"] = 20.0
+    (recovered / "moesaic_finetune.json").write_text(json.dumps(training))
+    page = moesaic.inspect(recovered).page()
+    assert "on another text or in other windows" in page
     (recovered / "moesaic_report.json").unlink()
     result = moesaic.inspect(recovered)
     assert result.model.record.perplexities == {"converted": 20.0, "recovered": 17.5}

@@ -26,7 +26,11 @@ from moesaic.conversion.convert import convert_prepared
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.prepare import Prepared, source_name
-from moesaic.conversion.report import ConversionReport
+from moesaic.conversion.report import (
+    CONVERSION_FILE,
+    RECOVERY_FILE,
+    ConversionReport,
+)
 from moesaic.errors import MoesaicError
 from moesaic.families.load import (
     choose_dtype,
@@ -46,8 +50,6 @@ from moesaic.output.model_card import licence_of
 
 CONVERTED = "converted"
 RECOVERED = "recovered"
-CONVERSION_FILE = "moesaic_report.json"
-RECOVERY_FILE = "moesaic_finetune.json"
 
 
 def convert_and_recover(

@@ -33,7 +33,7 @@ def answer(record: Record, bench: dict[str, Any] | None) -> Answers:
     """From a model's history, and from what `moesaic bench` measured, if it did."""
     report = record.report
     return Answers(
-        lost=[*_perplexity_words(record), *_error_words(report)],
+        lost=[*_perplexity_words(record), *_error_words(record)],
         where=_where(report),
         faster=_faster(record, bench),
         next=_next(record),
@@ -47,9 +47,7 @@ def _perplexity_words(record: Record) -> list[str]:
     ratio = record.ratio
     values = record.perplexities
     if ratio is None:
-        words = ["Perplexity beside the dense model's was not measured here"]
-        words += [f"{name} {value:.3f}" for name, value in values.items()]
-        return ["; ".join(words) + "."]
+        return _words_without_dense(record)
     last = list(values.values())[-1]
     heldout = ""
     if record.report is not None and record.report.heldout:
@@ -61,12 +59,32 @@ def _perplexity_words(record: Record) -> list[str]:
         f"Perplexity {changed(ratio)}: {last:.3f}, dense "
         f"{values['dense']:.3f}{heldout}. {_size_of(ratio)}"
     ]
-    before = record.ratio_before_recovery
-    if before is not None:
+    before = record.conversion_ratio
+    if record.recovery is not None and before is not None:
         sentences.append(
             f"Before it was trained, perplexity {changed(before)}. The dense model has "
             "not trained on this text, and would gain by it too."
         )
+    return sentences
+
+
+def _words_without_dense(record: Record) -> list[str]:
+    values = record.perplexities
+    sentences = [
+        "The perplexity of this model beside the dense one's was not measured."
+    ]
+    if values:
+        known = [f"{name} {value:.3f}" for name, value in values.items()]
+        sentences.append(f"Known is: {', '.join(known)}.")
+    before = record.conversion_ratio
+    if record.recovery is not None and before is not None:
+        sentences.append(
+            f"When it was converted, perplexity {changed(before)}, on another text "
+            "or in other windows than after the training."
+        )
+    sentences.append(
+        f"Measure: moesaic eval {FOLDER} --text SOURCE, which takes the dense model too."
+    )
     return sentences
 
 
@@ -86,15 +104,15 @@ def _size_of(ratio: float) -> str:
     return "That is much."
 
 
-def _error_words(report: ConversionReport | None) -> list[str]:
+def _error_words(record: Record) -> list[str]:
     """The mean layer beside the ways to spend the budget otherwise."""
+    report = record.report
     if report is None or not report.layers:
         return []
     layers = report.layers
     own = statistics.mean(layer.relative_error for layer in layers)
-    sentence = (
-        f"A layer's output is off by {percent(own)} of its energy, on average"
-    )
+    when = "" if record.recovery is None else "before the training "
+    sentence = f"A layer's output {when}is off by {percent(own)} of its energy, on average"
     others = []
     for name, words in (
         ("static-repaired", "static pruning with repair"),

@@ -6,19 +6,21 @@ Nothing is computed here but counts of work.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.conversion.report import ConversionReport
+from moesaic.conversion.report import (
+    CONVERSION_FILE,
+    RECOVERY_FILE,
+    ConversionReport,
+)
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import active_ffn_fraction, is_converted
 from moesaic.families.load import load_config, resolve
 from moesaic.methods.contents import METHODS
-
-REPORT_FILE = "moesaic_report.json"
-RECOVERY_FILE = "moesaic_finetune.json"
 
 
 @dataclass(frozen=True)
@@ -62,20 +64,44 @@ class Record:
 
     @property
     def perplexities(self) -> dict[str, float]:
-        """Dense, converted and recovered, as far as they were measured on one text."""
+        """Dense, converted and recovered, all of one text, as far as they were measured.
+
+        After a training on another text: what it measured there.
+        """
         values: dict[str, float | None] = {}
         if self.report is not None:
             values["dense"] = self.report.dense_perplexity
             values["converted"] = self.report.perplexity
         if self.recovery is not None:
-            if self.report is None:
-                values["converted"] = self.recovery["perplexity_before"]
+            if not self.measured_alike:
+                values = {"converted": self.recovery["perplexity_before"]}
             folded = self.recovery["folded"]
             name = "folded_perplexity" if folded else "perplexity"
             values["recovered"] = self.recovery[name]
         return {
             name: value for name, value in values.items() if value is not None
         }
+
+    @property
+    def measured_alike(self) -> bool:
+        """Whether conversion and training were measured on the same text."""
+        if self.report is None or self.recovery is None:
+            return False
+        before = self.recovery["perplexity_before"]
+        after = self.report.perplexity
+        if before is None or after is None:
+            return False
+        return math.isclose(before, after, rel_tol=1e-3)
+
+    @property
+    def conversion_ratio(self) -> float | None:
+        """What the conversion alone came to, on its own held-out text."""
+        report = self.report
+        if report is None or not report.dense_perplexity:
+            return None
+        if report.perplexity is None:
+            return None
+        return report.perplexity / report.dense_perplexity
 
     @property
     def ratio(self) -> float | None:
@@ -85,13 +111,6 @@ class Record:
             return None
         last = list(values.values())[-1]
         return last / values["dense"]
-
-    @property
-    def ratio_before_recovery(self) -> float | None:
-        values = self.perplexities
-        if not {"dense", "converted", "recovered"} <= values.keys():
-            return None
-        return values["converted"] / values["dense"]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -119,7 +138,7 @@ def read_record(model: str, trust_remote_code: bool = False) -> Record:
         model=str(model),
         provenance=provenance,
         active_ffn_fraction=active_ffn_fraction(config),
-        report=_read(folder / REPORT_FILE, ConversionReport.from_dict),
+        report=_read(folder / CONVERSION_FILE, ConversionReport.from_dict),
         recovery=_read(folder / RECOVERY_FILE, _checked_recovery),
     )
 
