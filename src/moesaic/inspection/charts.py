@@ -13,8 +13,9 @@ from xml.etree import ElementTree as xml
 
 from markupsafe import Markup
 
+MINUS = "\u2212"  # no line breaks after it, as after a hyphen
 _WIDTH = 560
-_LEFT = 58
+_LEFT = 64
 _RIGHT = 10
 _TOP = 12
 _BOTTOM = 44
@@ -210,7 +211,8 @@ def short(value: float) -> str:
     """A number with three digits that matter."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.3g}"
+    digits = f"{value:.3g}".replace("e-0", "e-")
+    return digits.replace("-", MINUS)
 
 
 def _axis(values: Sequence[float], log: bool) -> _Axis:
@@ -254,7 +256,9 @@ def _draw_ticks(svg: xml.Element, axis: _Axis) -> None:
             "text",
             {"x": f"{_LEFT - 6}", "y": f"{y + 4:.1f}", "class": "end"},
         )
-        label.text = short(tick)
+        label.text = f"1e{MINUS}{-round(math.log10(tick))}"
+        if not axis.log or tick >= 0.001:
+            label.text = short(tick)
 
 
 def _draw_places(svg: xml.Element, places: Sequence[int]) -> None:

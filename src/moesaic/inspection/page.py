@@ -168,7 +168,7 @@ def _speed_card(bench: dict[str, Any] | None) -> Card:
 
 def change(ratio: float) -> str:
     """How much more or less, with a real minus."""
-    return f"{100 * (ratio - 1):+.1f} %".replace("-", "\u2212")
+    return f"{100 * (ratio - 1):+.1f} %".replace("-", charts.MINUS)
 
 
 def _facts(record: Record) -> list[tuple[str, str, str | None]]:
@@ -261,13 +261,15 @@ def _quality(record: Record) -> list[Bars]:
             if mean is not None:
                 entries.append((words, mean, percent(mean), False))
         entries.sort(key=lambda entry: entry[1])
+        title = "Layer error"
         caption = (
             "squared error of a layer's output over its energy, on tokens held out, mean "
-            "over layers; the references spend the same budget"
+            "over layers"
         )
-        found.append(
-            Bars("Layer error, beside references", caption, _bars(entries))
-        )
+        if len(entries) > 1:
+            title += ", beside references"
+            caption += "; the references spend the same budget"
+        found.append(Bars(title, caption, _bars(entries)))
     return found
 
 
@@ -477,7 +479,8 @@ def _heat_figure(inspected: Inspected) -> Figure | None:
     if named:
         title = "How much each linear layer reads"
         caption = (
-            f"Share of its inputs that a linear layer reads, mean over {where}."
+            f"Share of its inputs that a linear layer reads, mean over {where}. "
+            f"From the left: {', '.join(next(filter(None, names.values())))}."
         )
     else:
         title = f"How often each {unit} runs"
