@@ -256,9 +256,14 @@ def _draw_ticks(svg: xml.Element, axis: _Axis) -> None:
             "text",
             {"x": f"{_LEFT - 6}", "y": f"{y + 4:.1f}", "class": "end"},
         )
-        label.text = f"1e{MINUS}{-round(math.log10(tick))}"
-        if not axis.log or tick >= 0.001:
-            label.text = short(tick)
+        label.text = _tick_words(tick)
+
+
+def _tick_words(tick: float) -> str:
+    """Short enough for the room beside an axis."""
+    if 0 < tick < 0.001:
+        return f"{tick:.0e}".replace("e-0", f"e{MINUS}")
+    return short(tick)
 
 
 def _draw_places(svg: xml.Element, places: Sequence[int]) -> None:
