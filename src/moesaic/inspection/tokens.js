@@ -115,7 +115,7 @@
 
   function columnsNote(layer) {
     const words = [];
-    if (layer.added.length) words.push("adds: norm of what the converted part adds, over that of the residual stream before the layer.");
+    if (layer.added.length) words.push("adds: norm of what the converted part adds, over that of the residual stream before the layer; far above 100 % where the stream is small, as in the first layer.");
     if (layer.unit && !layer.names.length) {
       words.push("kept: share of the output energy of all " + layer.unit + "s in those that ran.");
     }
