@@ -20,9 +20,9 @@ from transformers import LlamaConfig
 from typer.main import get_command
 
 import moesaic
-from moesaic.cli.advice import next_steps
 from moesaic.cli.main import app, main
 from moesaic.cli.options import parse_settings
+from moesaic.conversion.advice import next_steps
 from moesaic.demo import demo_path
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.methods.contents import METHODS, Description
@@ -183,6 +183,11 @@ def test_dry_run_says_what_it_would_do_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def parts_of(folder: Path) -> list[Path]:
+    """But for the page: the last bit of what it measures moves with where weights lie."""
+    return [path for path in folder.iterdir() if path.name != "report.html"]
+
+
 @pytest.mark.parametrize("options", [CMOE, ("--samples", 8, "--grain", "coarse")])
 def test_a_resumed_run_keeps_the_same_card(
     run: Run, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -193,12 +198,12 @@ def test_a_resumed_run_keeps_the_same_card(
         "--sequence-length", 64,
     ]  # fmt: skip
     assert run(*command)[0] == 0
-    calm = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    calm = {path.name: path.read_bytes() for path in parts_of(tmp_path / "out")}
     with monkeypatch.context() as patch:
         patch.setattr("moesaic.output.draft.finish", lambda *unused: sys.exit(9))
         assert run(*command, "--overwrite")[0] == 9
     assert run(*command, "--overwrite", "--resume")[0] == 0
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == calm
+    assert {path.name: path.read_bytes() for path in parts_of(tmp_path / "out")} == calm
 
 
 def test_method_file(run: Run, model: Path, text: Path, tmp_path: Path) -> None:

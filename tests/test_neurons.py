@@ -20,9 +20,9 @@ from transformers.activations import ACT2FN
 
 import moesaic
 from moesaic import load_method
-from moesaic.cli.advice import note_on_copies
 from moesaic.comparison.entries import METHOD, Entry, _static_of_equal_work
 from moesaic.comparison.options import SPARSITY, Goal
+from moesaic.conversion.advice import note_on_copies
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.errors import MoesaicError

@@ -16,6 +16,7 @@ def test_public_names() -> None:
         "ConversionReport",
         "ExportReport",
         "FinetuneReport",
+        "Inspection",
         "Layout",
         "Method",
         "MoesaicError",
@@ -26,6 +27,7 @@ def test_public_names() -> None:
         "explain",
         "export",
         "finetune",
+        "inspect",
         "load_method",
         "perplexity",
     ]

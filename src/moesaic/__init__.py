@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moesaic.finetune.convert import convert
     from moesaic.finetune.report import FinetuneReport
     from moesaic.finetune.run import finetune
+    from moesaic.inspection.inspect import Inspection, inspect
     from moesaic.layout import Layout
     from moesaic.methods.base import Method
     from moesaic.methods.contents import METHODS
@@ -33,6 +34,7 @@ __all__ = [
     "ConversionReport",
     "ExportReport",
     "FinetuneReport",
+    "Inspection",
     "Layout",
     "Method",
     "MoesaicError",
@@ -43,6 +45,7 @@ __all__ = [
     "explain",
     "export",
     "finetune",
+    "inspect",
     "load_method",
     "perplexity",
 ]
@@ -53,6 +56,7 @@ _HOMES = {
     "ConversionReport": "moesaic.conversion.report",
     "ExportReport": "moesaic.export.run",
     "FinetuneReport": "moesaic.finetune.report",
+    "Inspection": "moesaic.inspection.inspect",
     "Layout": "moesaic.layout",
     "Method": "moesaic.methods.base",
     "MoesaicError": "moesaic.errors",
@@ -62,6 +66,7 @@ _HOMES = {
     "explain": "moesaic.export.fits",
     "export": "moesaic.export.run",
     "finetune": "moesaic.finetune.run",
+    "inspect": "moesaic.inspection.inspect",
     "load_method": "moesaic.methods.load",
     "perplexity": "moesaic.evaluate.perplexity",
 }

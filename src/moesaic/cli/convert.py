@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from moesaic.cli.advice import note_on_copies
 from moesaic.cli.options import (
     Device,
     Dtype,
@@ -26,6 +25,7 @@ from moesaic.cli.options import (
 from moesaic.cli.purpose import method_for, time_lines
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import bytes_lines, macs_table, out, report_tables
+from moesaic.conversion.advice import note_on_copies
 from moesaic.errors import MoesaicError
 
 
@@ -218,6 +218,7 @@ def _convert(
     dtype: str,
 ) -> None:
     from moesaic.finetune.convert import convert
+    from moesaic.inspection.inspect import PAGE_FILE
 
     model, report = convert(
         **choices,
@@ -245,6 +246,9 @@ def _convert(
     out.print(
         f"written to {output}; next:\n  {program()} {shlex.join(arguments)}"
     )
+    page = choices["output"] / PAGE_FILE
+    if page.is_file():
+        out.print(f"report: {page}", markup=False, highlight=False)
     if Path(source).exists():
         out.print(
             "(better on another text: most of this one may have been used for "

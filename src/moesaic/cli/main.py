@@ -20,6 +20,7 @@ from moesaic.cli.evaluate import evaluate_command
 from moesaic.cli.export import export_command
 from moesaic.cli.finetune import finetune_command
 from moesaic.cli.flops import flops_command
+from moesaic.cli.inspect import inspect_command
 from moesaic.cli.methods import methods_command
 from moesaic.cli.options import err
 from moesaic.errors import MoesaicError
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command("convert")(convert_command)
 app.command("eval")(evaluate_command)
+app.command("inspect")(inspect_command)
 app.command("compare")(compare_command)
 app.command("bench")(bench_command)
 app.command("finetune")(finetune_command)

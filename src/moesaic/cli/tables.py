@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from moesaic.cli.advice import loss_ratio, next_steps
+from moesaic.conversion.advice import loss_ratio, next_steps
 
 if TYPE_CHECKING:
     from moesaic.conversion.layer_error import LayerReport

@@ -34,7 +34,7 @@ from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.prepare import Prepared, prepare, source_name
-from moesaic.conversion.report import ConversionReport
+from moesaic.conversion.report import CONVERSION_FILE, ConversionReport
 from moesaic.conversion.run import Run, set_view
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
@@ -49,15 +49,6 @@ from moesaic.families.load import (
 from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
 from moesaic.output.model_card import licence_of
-
-
-def run_conversion(options: ConvertOptions) -> tuple[Any, ConversionReport]:
-    """Checks and prepares, then converts."""
-    started = time.perf_counter()
-    prepared = check_conversion(options)
-    model, report = convert_prepared(prepared)
-    report.seconds = time.perf_counter() - started
-    return model, report
 
 
 def check_conversion(options: ConvertOptions) -> Prepared:
@@ -319,7 +310,7 @@ class _Conversion:
         card = model_card(self.report, self.plan.moe, licence, command)
         values = self.report.to_dict(timing=False)
         report = json.dumps(values, indent=2) + "\n"
-        return {"README.md": card, "moesaic_report.json": report}
+        return {"README.md": card, CONVERSION_FILE: report}
 
     def _call(self) -> str:
         """The call that makes this conversion again, as far as one line tells."""

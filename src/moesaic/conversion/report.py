@@ -7,6 +7,10 @@ from typing import Any
 
 from moesaic.conversion.layer_error import LayerReport
 
+# In a model's folder: what its conversion did, and what a training after it did.
+CONVERSION_FILE = "moesaic_report.json"
+RECOVERY_FILE = "moesaic_finetune.json"
+
 
 @dataclass
 class ConversionReport:

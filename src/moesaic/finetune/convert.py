@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moesaic.conversion.convert import check_conversion, run_conversion
+from moesaic.conversion.convert import check_conversion, convert_prepared
 from moesaic.conversion.options import make_options
-from moesaic.conversion.prepare import Prepared
+from moesaic.conversion.prepare import Prepared, source_name
 from moesaic.conversion.report import ConversionReport
+from moesaic.inspection.beside import draw_beside
 from moesaic.layout import Layout
 from moesaic.methods.base import Method
 
@@ -59,8 +61,8 @@ def convert(
     that its router sends there (Section 4.4); a layout is of each expert. `experts`
     names those to convert; ones that see fewer than `min_tokens` (unless said, as many
     as an expert has neurons) stay whole, and the report names them. `dense_layers` stay
-    as they are. `output` writes the model folder, layer by layer and resumable, and
-    measures perplexity before and after on held-out text.
+    as they are. `output` writes the model folder, layer by layer and resumable, measures
+    perplexity before and after on held-out text, and draws report.html into it.
 
     `recover` trains the converted model on so many tokens of the same text, as
     `moesaic.finetune` would, to imitate the dense model. It needs an `output` and a
@@ -99,12 +101,40 @@ def convert(
         command=command,
         progress=progress,
     )
+    started = time.perf_counter()
+    prepared = check_conversion(options)
     if recover is None:
-        return run_conversion(options)
-    # Training takes long to import.
-    from moesaic.finetune.recover import convert_and_recover
+        converted, report = convert_prepared(prepared)
+    else:
+        # Training takes long to import.
+        from moesaic.finetune.recover import convert_and_recover
 
-    return convert_and_recover(options, recover)
+        converted, report = convert_and_recover(prepared, recover)
+    report.seconds = time.perf_counter() - started
+    _draw_page(prepared, converted)
+    return converted, report
+
+
+def _draw_page(prepared: Prepared, converted: Any) -> None:
+    """Puts report.html beside a model that was written; shows held-out text."""
+    options = prepared.options
+    if options.output is None:
+        return
+    validation = prepared.validation
+    if validation is None:
+        ids_T = prepared.ids.flatten()
+        source = source_name(options.calibration)
+    else:
+        ids_T = validation.ids
+        source = validation.name
+    draw_beside(
+        options.output,
+        converted,
+        ids_T,
+        source,
+        prepared.tokenizer,
+        options.trust_remote_code,
+    )
 
 
 def dry_run(

@@ -22,11 +22,15 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from moesaic.conversion.convert import check_conversion, convert_prepared
+from moesaic.conversion.convert import convert_prepared
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.prepare import Prepared, source_name
-from moesaic.conversion.report import ConversionReport
+from moesaic.conversion.report import (
+    CONVERSION_FILE,
+    RECOVERY_FILE,
+    ConversionReport,
+)
 from moesaic.errors import MoesaicError
 from moesaic.families.load import (
     choose_dtype,
@@ -46,12 +50,10 @@ from moesaic.output.model_card import licence_of
 
 CONVERTED = "converted"
 RECOVERED = "recovered"
-CONVERSION_FILE = "moesaic_report.json"
-RECOVERY_FILE = "moesaic_finetune.json"
 
 
 def convert_and_recover(
-    options: ConvertOptions, tokens: int
+    prepared: Prepared, tokens: int
 ) -> tuple[Any, ConversionReport]:
     """Converts a model, trains it on `tokens` tokens of the same text, and writes it.
 
@@ -59,7 +61,7 @@ def convert_and_recover(
     MoesaicError for bad input of either half before any work is done.
     """
     started = time.perf_counter()
-    prepared = check_conversion(options)
+    options = prepared.options
     check_recovery(prepared, tokens)
     output = options.output
     assert output is not None

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from moesaic.conversion.layout_search import HELDOUT_TOKENS
+from moesaic.conversion.report import CONVERSION_FILE, RECOVERY_FILE
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families.load import resolve
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
@@ -126,6 +127,13 @@ def _folding_is_cheap(report: FinetuneReport) -> bool:
     return folded <= FOLD_LOSS * unfolded
 
 
+def _keep_conversion(source: Path, folder: Path) -> None:
+    """The report of the conversion that was trained goes along, for `inspect`."""
+    conversion = source / CONVERSION_FILE
+    if conversion.is_file():
+        shutil.copyfile(conversion, folder / CONVERSION_FILE)
+
+
 def write_files(
     folder: Path, report: FinetuneReport, trained: Trained, command: str | None
 ) -> None:
@@ -141,8 +149,10 @@ def write_files(
         (folder / "loads.png").write_bytes(picture)
     values = report.to_dict()
     text = json.dumps(values, indent=2)
-    (folder / "moesaic_finetune.json").write_text(text + "\n", "utf-8")
-    licence = licence_of(resolve(report.model))
+    (folder / RECOVERY_FILE).write_text(text + "\n", "utf-8")
+    source = resolve(report.model)
+    _keep_conversion(Path(source), folder)
+    licence = licence_of(source)
     card = finetune_card(report, licence, command)
     (folder / "README.md").write_text(card, "utf-8")
     for path in filter(Path.is_file, folder.iterdir()):

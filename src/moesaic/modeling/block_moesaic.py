@@ -42,14 +42,16 @@ class MoesaicSharedExpert(nn.Module):
         self.act_fn = ACT2FN[block.activation]
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(self.hidden(x_TD))
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        """Hidden states of its neurons (T, S)."""
         up_TS = self.up_proj(x_TD)
         if self.gate_proj is None:
-            h_TS = self.act_fn(up_TS)
-            return self.down_proj(h_TS)
+            return self.act_fn(up_TS)
         gate_TS = self.gate_proj(x_TD)
         gate_TS = self.act_fn(gate_TS)
-        h_TS = gate_TS * up_TS
-        return self.down_proj(h_TS)
+        return gate_TS * up_TS
 
 
 class MoesaicBlock(MoesaicReplacement):
@@ -60,6 +62,7 @@ class MoesaicBlock(MoesaicReplacement):
     """
 
     stacked = MoesaicHierarchy
+    unit = "expert"
 
     def __init__(self, block: BlockConfig, sizes: Sizes, router: Any = None):
         super().__init__()
@@ -156,6 +159,25 @@ class MoesaicBlock(MoesaicReplacement):
         """Which routed experts run (T, R)."""
         scores_TR = self.router.scores(x_TD)
         return self.router.choose(scores_TR)
+
+    def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.experts is None:
+            return None
+        x_TD = inputs[0].flatten(0, -2)
+        scores_TR = self.router.scores(x_TD)
+        chosen_TR = self.router.choose(scores_TR)
+        gate_TR = self.router.gates(scores_TR)
+        added_TR = gate_TR.abs() * self.experts.output_norms(x_TD)
+        return chosen_TR, added_TR
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        parts = []
+        if self.shared_expert is not None:
+            parts.append(self.shared_expert.hidden(x_TD))
+        if self.experts is not None:
+            h_TRM = self.experts.hidden(x_TD)
+            parts.append(h_TRM.flatten(1))
+        return torch.cat(parts, dim=1)
 
     def active_weights(self) -> float:
         neuron_weights = self.block.matrices * self.block.hidden_size

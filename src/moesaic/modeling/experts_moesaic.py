@@ -141,18 +141,32 @@ class MoesaicExperts(_SeamExperts):
         for the router's, which also learns from experts that did not run. Where a
         large part of the experts run anyway this is faster than gathering tokens.
         """
+        h_TRM = self.hidden(x_TD)
+        gate_TR1 = gate_TR[:, :, None].to(h_TRM.dtype)
+        h_TRM = h_TRM * gate_TR1
+        down_RDM = self.down_proj[:, :, : self.neurons]
+        down_DRM = down_RDM.transpose(0, 1)
+        return linear(h_TRM.flatten(1), down_DRM.flatten(1))
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        """Hidden states of every expert's neurons (T, R, M)."""
         bias = self.first_bias
         if bias is not None:
             bias = self._rows(bias)
         matrix = self._rows(self.first_matrix)
         h = linear(x_TD, matrix, bias)
         h_TRN = h.unflatten(1, (self.num_experts, -1))
-        h_TRM = self._activate(h_TRN)
-        gate_TR1 = gate_TR[:, :, None].to(h_TRM.dtype)
-        h_TRM = h_TRM * gate_TR1
-        down_RDM = self.down_proj[:, :, : self.neurons]
-        down_DRM = down_RDM.transpose(0, 1)
-        return linear(h_TRM.flatten(1), down_DRM.flatten(1))
+        return self._activate(h_TRN)
+
+    def output_norms(self, x_TD: Tensor) -> Tensor:
+        """Norm of every expert's output (T, R), an expert after the other."""
+        h_TRM = self.hidden(x_TD)
+        norms = []
+        for expert in range(self.num_experts):
+            down_DM = self.down_proj[expert, :, : self.neurons]
+            y_TD = linear(h_TRM[:, expert], down_DM)
+            norms.append(y_TD.float().norm(dim=1))
+        return torch.stack(norms, dim=1)
 
     def _rows(self, stacked: Tensor) -> Tensor:
         """The rows of all experts one after the other, without those that fill up."""

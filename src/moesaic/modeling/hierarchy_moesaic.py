@@ -30,6 +30,8 @@ class MoesaicHierarchy(MoesaicReplacement):
     leaves, a layer with whole experts stores all shared parts as wide as theirs.)
     """
 
+    unit = "sub-expert"
+
     def __init__(
         self,
         block: BlockConfig,
@@ -123,6 +125,31 @@ class MoesaicHierarchy(MoesaicReplacement):
         whole_E = torch.zeros(self.num_outer, dtype=torch.bool, device=device)
         whole_E[self.whole] = True
         return whole_E
+
+    def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Of all outer experts, one after the other; those a token is not sent to add 0."""
+        if self.experts is None:
+            return None
+        x_TD, index_TO, weight_TO = inputs
+        tokens, outer = index_TO.shape
+        x_PD = x_TD.repeat_interleave(outer, dim=0)
+        expert_P = index_TO.reshape(-1)
+        scores_PR = self.router.scores(x_PD, expert_P)
+        chosen_PR = self.router.choose(scores_PR, expert_P)
+        whole_E = self._whole_marks(x_TD.device)
+        if whole_E is not None:
+            chosen_PR = chosen_PR | whole_E[expert_P, None]
+        gate_PR = self.router.gates(scores_PR, expert_P).abs()
+        gate_PR = gate_PR * weight_TO.reshape(-1, 1).float()
+        place_PR = expert_P[:, None] * self.num_routed
+        place_PR = place_PR + torch.arange(self.num_routed, device=x_TD.device)
+        place_TU = place_PR.view(tokens, -1)
+        norm_TU = self.experts.output_norms(x_TD)
+        runs_TU = torch.zeros_like(norm_TU, dtype=torch.bool)
+        runs_TU.scatter_(1, place_TU, chosen_PR.view(tokens, -1))
+        gate_TU = torch.zeros_like(norm_TU)
+        gate_TU.scatter_(1, place_TU, gate_PR.view(tokens, -1))
+        return runs_TU, gate_TU * norm_TU
 
     def active_weights(self) -> float:
         """An expert that stays whole is taken to be chosen as often as any other."""

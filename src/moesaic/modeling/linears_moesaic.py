@@ -28,6 +28,7 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
     threshold: Tensor
     input_scale: Tensor
     float32_names = ("threshold", "input_scale")
+    unit = "input"
 
     def __init__(self, inputs: int, outputs: int, bias: bool, share: float):
         super().__init__()
@@ -56,10 +57,19 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
             y_TN = own.linear(self, x.reshape(-1, self.in_features))
             if y_TN is not None:
                 return y_TN.view(*x.shape[:-1], self.out_features)
-        size = x.abs().float() * self.input_scale
-        counts = size > self.threshold
-        x = torch.where(counts, x, 0)
+        x = torch.where(self._counts(x), x, 0)
         return linear(x, self.weight, self.bias)
+
+    def _counts(self, x: Tensor) -> Tensor:
+        """Which inputs are read."""
+        size = x.abs().float() * self.input_scale
+        return size > self.threshold
+
+    def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        x_TI = inputs[0].flatten(0, -2)
+        norm_I = self.weight.float().norm(dim=0)
+        added_TI = x_TI.float().abs() * norm_I
+        return self._counts(x_TI), added_TI
 
     def active_weights(self) -> float:
         return self.share * self.weight.numel()

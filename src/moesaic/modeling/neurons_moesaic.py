@@ -33,6 +33,8 @@ class MoesaicNeurons(MoesaicReplacement):
     and masked.
     """
 
+    unit = "neuron"
+
     def __init__(self, block: BlockConfig, sizes: Sizes):
         super().__init__()
         hidden = block.hidden_size
@@ -144,6 +146,15 @@ class MoesaicNeurons(MoesaicReplacement):
     def chosen(self, x_TD: Tensor) -> Tensor:
         """Which neurons run (T, F)."""
         return self.scores(x_TD) > 0
+
+    def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        x_TD = inputs[0].flatten(0, -2)
+        norm_F = self.down_proj.weight.float().norm(dim=1)
+        added_TF = self.hidden(x_TD).float().abs() * norm_F
+        return self.chosen(x_TD), added_TF
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        return self._gates(x_TD) * self.up_proj(x_TD)
 
     def active_weights(self) -> float:
         down_rows = self.sizes.num_active

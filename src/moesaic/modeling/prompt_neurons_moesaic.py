@@ -132,6 +132,9 @@ class MoesaicPromptNeurons(MoesaicReplacement):
             rows.append((projection.weight[chosen_K], bias))
         return rows
 
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        return self._hidden(x_TD)
+
     def active_weights(self) -> float:
         """Of a token that follows the prompt."""
         neuron_weights = self.block.matrices * self.block.hidden_size

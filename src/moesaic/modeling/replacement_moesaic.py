@@ -2,7 +2,8 @@
 
 Leaf: this file is copied beside the weights, so it imports torch and transformers only.
 
-Shape suffixes: T tokens, R routed experts.
+Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts, U units: what is
+chosen for a token, be it experts, neurons or inputs.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class MoesaicReplacement(nn.Module):
     # What many of these are stacked into, one for each expert of a mixture; None where
     # such a replacement cannot stand inside an expert.
     stacked: ClassVar[type[MoesaicReplacement] | None] = None
+    # What it chooses for each token, in a word; None where it chooses nothing.
+    unit: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +98,22 @@ class MoesaicReplacement(nn.Module):
     def router_modules(self) -> dict[str, nn.Module]:
         """Its routers, by the name each has within it."""
         return {}
+
+    def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Which units run for each token (T, U), and the norm of what each adds (T, U).
+
+        Of those that do not run: what they would add. `inputs` are those of a call.
+        None where nothing is chosen for a token. Costs about a call with every unit
+        computed.
+        """
+        return None
+
+    def hidden(self, x_TD: Tensor) -> Tensor | None:
+        """Hidden states of all its neurons (T, F), run or not, shared ones first.
+
+        None where it has no neurons of its own.
+        """
+        return None
 
     def mask_pays(self) -> bool:
         """Whether training is faster with all experts computed, under a mask."""
