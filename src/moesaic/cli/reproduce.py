@@ -11,7 +11,7 @@ from moesaic.cli.options import Device, Dtype, Trust, err
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import out
 from moesaic.errors import MoesaicError
-from moesaic.progress import duration, status
+from moesaic.progress import duration
 
 BAD_INPUT = 2
 
@@ -69,20 +69,20 @@ def reproduce_command(
     quieten()
     from moesaic.experiments.reproduce import reproduce
 
-    with status("reproducing") as tell:
-        done = reproduce(
-            model,
-            output,
-            tables=tables,
-            scale=scale,
-            texts=texts,
-            task_data=task_data,
-            allow_code_execution=allow_code_execution,
-            device=device,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            progress=tell,
-        )
+    # Plain lines: the steps below show bars of their own.
+    done = reproduce(
+        model,
+        output,
+        tables=tables,
+        scale=scale,
+        texts=texts,
+        task_data=task_data,
+        allow_code_execution=allow_code_execution,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        progress=_say,
+    )
     out.print(
         f"{done.made} made in {duration(done.seconds)}, {done.kept} were there; "
         f"see {output}/README.md"
@@ -91,6 +91,10 @@ def reproduce_command(
         for name, reason in done.failed.items():
             err.print(f"error: {name}: {reason}", markup=False, highlight=False)
         raise typer.Exit(BAD_INPUT)
+
+
+def _say(line: str) -> None:
+    err.print(line, markup=False, highlight=False)
 
 
 def _texts(given: list[str]) -> dict[str, str]:

@@ -127,10 +127,9 @@ def _curve_panel(panel: Any, content: Panel, line_height: float) -> None:
     looks = looks_of({line.name: line.is_reference for line in content.lines})
     for line in content.lines:
         _curve(panel, line, looks[line.name])
-    if content.log_x:
-        panel.set_xscale("log")
     if content.log_y:
         panel.set_yscale("log", nonpositive="mask")
+        _label_log(panel)
     panel.set(
         title=content.title,
         xlabel=content.x_label,
@@ -143,6 +142,15 @@ def _curve_panel(panel: Any, content: Panel, line_height: float) -> None:
     placed = spread_out(heights, line_height)
     for line, end, height in zip(content.lines, ends, placed, strict=True):
         name_beside(panel, line.name, end, height, looks[line.name].colour)
+
+
+def _label_log(panel: Any) -> None:
+    """Plain numbers at 1, 2 and 5 of every power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _end(line: Line) -> tuple[float, float]:

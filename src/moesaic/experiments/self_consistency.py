@@ -38,10 +38,10 @@ PAPER = {
 
 def run(study: Study) -> Table:
     notes = [
-        "an answer to a choice is drawn with the model's own probability; more votes come "
-        "nearer to its most likely answer, and cannot be ahead of that on average",
-        "the paper does not say how it draws; its k = 1 equals its Table 1, where nothing is "
-        "drawn, so its gains come from something else",
+        "an answer to a choice is drawn with the model's own probability: the more vote, "
+        "the nearer they come to its most likely answer, which is what Table 1 scores",
+        "the paper does not say how it draws; its k = 1 equals its Table 1, so that its "
+        "votes gain over the most likely answer",
     ]
     models = {
         "dense": study.model,

@@ -49,7 +49,6 @@ class Panel:
     x_label: str
     y_label: str
     lines: Sequence[Line]
-    log_x: bool = False
     log_y: bool = False
 
 

@@ -19,9 +19,11 @@ from moesaic.output.atomic import write_file
 
 USUAL = {"wiki": "wikitext2", "c4": "c4"}
 WHERE_FROM = {
-    "code": "the paper takes OpenCoder",
-    "maths": "the paper takes math of nvidia/Nemotron-Post-Training-Dataset-v1",
-    "science": "the paper takes stem of nvidia/Nemotron-Post-Training-Dataset-v1",
+    "code": "the paper takes OpenCoder; any file of code will do",
+    "maths": "the paper takes the split math of nvidia/Nemotron-Post-Training-Dataset-v1, "
+    "its messages as text",
+    "science": "the paper takes the split stem of "
+    "nvidia/Nemotron-Post-Training-Dataset-v1, its messages as text",
 }
 _SMOKE_CHARACTERS = 150_000
 _MEASURED = 0.1  # of a text without a split of its own
