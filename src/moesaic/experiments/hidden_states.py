@@ -15,28 +15,23 @@ COLUMNS = (
 )
 BINS = 101
 SPAN = 4.0  # root mean squares, on either side
-_BLOCKS = 1  # of tokens, enough for a picture
 
 
 def run(study: Study) -> Table:
     rows = []
     lines = []
-    layers = list(ffn_inputs(study, "wiki"))
-    middle = len(layers) // 2
-    for layer, (ffn, inputs) in enumerate(layers):
-        blocks = [ffn.hidden(x_TD) for x_TD in inputs[:_BLOCKS]]
-        h_TF = np.concatenate(
-            [block.float().numpy(force=True) for block in blocks]
-        )
+    for layer, (ffn, inputs) in enumerate(ffn_inputs(study, "wiki")):
+        # The first block of tokens is enough for a picture.
+        h_TF = ffn.hidden(inputs[0]).float().numpy(force=True)
         scaled_TF = h_TF / np.sqrt(np.mean(h_TF**2))
         name = f"layer {layer}"
         rows.append(Row(name, _values(scaled_TF)))
-        if layer == middle:
-            lines.append(_histogram(name, scaled_TF))
+        lines.append(_histogram(name, scaled_TF))
+    middle = len(lines) // 2
     axes = ("h over its root mean square", "share of all values")
-    panels = [Panel(f"layer {middle}", *axes, lines, log_y=True)]
+    panel = Panel(f"layer {middle}", *axes, [lines[middle]], log_y=True)
     notes = ["dense model, calibration windows of wiki"]
-    return Table(COLUMNS, rows, notes, panels)
+    return Table(COLUMNS, rows, notes, [panel])
 
 
 def _values(scaled_TF: NDArray[np.float32]) -> dict[str, Value]:

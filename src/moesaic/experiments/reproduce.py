@@ -75,7 +75,7 @@ def reproduce(
     is whole and was made with the same settings stays. One that fails stops no other.
     Raises MoesaicError for bad input, before anything is written.
 
-    Models that several tables share stay in `output`/models: some 30 of the model's size.
+    Models that several tables share stay in `output`/models: some 60 of the model's size.
     """
     experiments = chosen(tables)
     size = scale_of(scale)
