@@ -23,7 +23,7 @@ from moesaic.families.load import choose_device, load_model, load_tokenizer
 
 
 def ffn_inputs(
-    study: Study, domain: str
+    study: Study, domain: str, seed: int = 0
 ) -> Iterator[tuple[DenseFFN, list[Tensor]]]:
     """Every layer's FFN, and its inputs (T, D) on calibration windows of a domain.
 
@@ -41,7 +41,7 @@ def ffn_inputs(
         study.texts[domain].calibration, load_tokenizer(study.model, trust)
     )
     windows = CalibrationSet.sample(
-        ids, study.scale.samples, study.scale.length, seed=0
+        ids, study.scale.samples, study.scale.length, seed
     )
     with torch.no_grad():
         stream = Stream(ffns, windows.windows_NL, device)
@@ -51,10 +51,12 @@ def ffn_inputs(
             stream.advance(layer, inputs)
 
 
-def rates(study: Study, domain: str, top_k: int) -> list[NDArray[np.float64]]:
+def rates(
+    study: Study, domain: str, top_k: int, seed: int = 0
+) -> list[NDArray[np.float64]]:
     """The paper's mu of every neuron (F,), a layer each: how often it is in the top K_a."""
     found = []
-    for ffn, inputs in ffn_inputs(study, domain):
+    for ffn, inputs in ffn_inputs(study, domain, seed):
         kind = StatisticsKind(activation_top_k=top_k)
         statistics = compute_statistics(inputs, ffn, kind)
         found.append(statistics.count_F / statistics.tokens)

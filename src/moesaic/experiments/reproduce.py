@@ -224,9 +224,9 @@ def _make(
     seconds = time.perf_counter() - started
     label = f"{experiment.label}: {experiment.title}"
     page = markdown(
-        experiment, table, study.model, study.scale, study.paper_model
+        experiment, table, study.shown_model, study.scale, study.paper_model
     )
-    image = draw(table, f"{label}\n{study.model}, {study.scale.name}")
+    image = draw(table, f"{label}\n{study.shown_model}, {study.scale.name}")
     values = {
         "name": experiment.name,
         "label": experiment.label,
@@ -280,7 +280,7 @@ def _write_list(
     """README.md: which tables there are, and why others are not."""
     scale: Scale = study.scale
     lines = [
-        f"# {study.model} at {scale.name}: the paper's tables and figures",
+        f"# {study.shown_model} at {scale.name}: the paper's tables and figures",
         "",
         f"{scale.says} The paper is arXiv 2502.04416.",
         "",

@@ -58,6 +58,12 @@ class Study:
                 return label
         return LLAMA
 
+    @property
+    def shown_model(self) -> str:
+        """The model without the folders it lies in."""
+        path = Path(self.model)
+        return path.name if path.exists() else self.model
+
     # --- models --------------------------------------------------------------------------
 
     def converted(
