@@ -128,8 +128,9 @@ def _curve_panel(panel: Any, content: Panel, line_height: float) -> None:
     for line in content.lines:
         _curve(panel, line, looks[line.name])
     if content.log_y:
-        panel.set_yscale("log", nonpositive="mask")
+        panel.set_yscale("log", nonpositive="clip")
         _label_log(panel)
+        panel.set_ylim(bottom=_least(content.lines) / 1.5)
     panel.set(
         title=content.title,
         xlabel=content.x_label,
@@ -142,6 +143,12 @@ def _curve_panel(panel: Any, content: Panel, line_height: float) -> None:
     placed = spread_out(heights, line_height)
     for line, end, height in zip(content.lines, ends, placed, strict=True):
         name_beside(panel, line.name, end, height, looks[line.name].colour)
+
+
+def _least(lines: Sequence[Line]) -> float:
+    """The least value above 0: what is 0 goes below the panel."""
+    shown = [y for line in lines for y in line.y if y > 0]
+    return min(shown, default=1.0)
 
 
 def _label_log(panel: Any) -> None:
