@@ -27,7 +27,7 @@ def reproduce_command(
     tables: Annotated[
         str,
         typer.Option(
-            help="Names with commas, or all; docs/reproduction.md lists them."
+            help="Names with commas, as zero_shot,flops; docs/reproduction.md lists them."
         ),
     ] = "all",
     scale: Annotated[
