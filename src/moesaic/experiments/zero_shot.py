@@ -66,7 +66,7 @@ PAPER = {
 
 def run(study: Study) -> Table:
     notes = [
-        "slicegpt and sleb at 20 %; their result is a dense model, which moesaic finetune "
+        "slicegpt and sleb at 20 %, or as near as whole blocks and groups of axes come; their result is a dense model, which moesaic finetune "
         "does not train, and which the paper did",
         "moesaic and static are not in the paper",
     ]
