@@ -66,8 +66,8 @@ PAPER = {
 
 def run(study: Study) -> Table:
     notes = [
-        "slicegpt and sleb at 20 %, or as near as whole blocks and groups of axes come; their result is a dense model, which moesaic finetune "
-        "does not train, and which the paper did",
+        "slicegpt and sleb at 20 %, or as near as whole blocks and groups of axes come; "
+        "their result is a dense model, which moesaic finetune does not train",
         "moesaic and static are not in the paper",
     ]
     models = {"dense": study.model}
