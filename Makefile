@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 # Environments of their own for engines and DeepSpeed.
 ENGINES ?= .engines
 
-.PHONY: demo demo-smollm2 smollm2 test test-engines test-distributed check bench golden clean
+.PHONY: demo demo-smollm2 smollm2 reproduce-smoke test test-engines test-distributed check bench golden clean
 
 demo: $(VENV)/installed
 	$(BIN)/moesaic demo
@@ -19,6 +19,10 @@ smollm2: $(VENV)/installed
 # The whole way on it, under 20 minutes on 2 cores.
 demo-smollm2: smollm2
 	$(BIN)/python benchmarks/demo_smollm2.py
+
+# The paper's tables and figures on the demo model, offline: some minutes. A second run goes on.
+reproduce-smoke: $(VENV)/installed-dev
+	$(BIN)/moesaic reproduce demo --output reproduced-smoke
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest

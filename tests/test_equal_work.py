@@ -23,9 +23,10 @@ from moesaic.comparison.equal_work import Steps, neighbours, over_dense
 from moesaic.comparison.missing import CONVERSION, Missing, lines_of
 from moesaic.comparison.options import FFN_BYTES, FFN_MACS, NEAR, SPARSITY, Goal
 from moesaic.comparison.page import making, markdown, ranking
-from moesaic.comparison.plot import curves, plot, spread_out, upper_edge
+from moesaic.comparison.plot import curves, plot, upper_edge
 from moesaic.comparison.rows import Row
 from moesaic.errors import MoesaicError
+from moesaic.plot_style import spread_out
 from tests.families import tiny_model
 from tests.mixtures import tiny_mixture
 from tests.test_work import TINY

@@ -282,6 +282,17 @@ def test_norms_that_do_not_commute_are_refused(family: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_a_width_is_a_multiple_of_the_heads(tmp_path: Path) -> None:
+    # 192 axes and 3 heads: 8 divides 152, which transformers does not save.
+    _, report = moesaic.convert(
+        "demo", "slicegpt", sparsity=0.2, calibration=torch.arange(64).view(4, 16),
+        output=tmp_path / "out",
+    )  # fmt: skip
+    assert report.tokens == 64
+    sliced = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert sliced.config.hidden_size == 144
+
+
 def test_mixtures_and_all_axes_gone_are_refused() -> None:
     with pytest.raises(MoesaicError, match="cannot be rotated"):
         moesaic.convert(tiny_mixture("mixtral"), "slicegpt", sparsity=0.25, calibration=WINDOWS)

@@ -17,6 +17,7 @@ from moesaic.cli.options import (
     Trust,
     check_json_file,
     err,
+    numbers,
     write_json,
 )
 from moesaic.cli.quiet import quieten
@@ -103,6 +104,17 @@ def evaluate_command(
             help="Run what the model writes for humaneval, under limits, on this machine.",
         ),
     ] = False,
+    self_consistency: Annotated[
+        str | None,
+        typer.Option(
+            help="Draw so many answers to each question and let them vote; several numbers "
+            "with commas, as 1,3,5, come from one set of answers. Not for humaneval."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Same seed, same answers drawn. [default: 0]"),
+    ] = None,
     json_file: JsonFile = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -125,6 +137,8 @@ def evaluate_command(
         "--batch-size": batch_size,
         "--task-data": task_data,
         "--allow-code-execution": allow_code_execution or None,
+        "--self-consistency": self_consistency,
+        "--seed": seed,
     }
     if tasks is None:
         _check_unused(only_tasks, "measures perplexity on text; name --tasks")
@@ -150,6 +164,9 @@ def evaluate_command(
             batch_size=_batch_size(batch_size),
             task_data=task_data,
             allow_code_execution=allow_code_execution,
+            self_consistency=numbers("--self-consistency", self_consistency)
+            or [],
+            seed=seed or 0,
             device=compute,
             dtype=dtype,
             trust_remote_code=trust_remote_code,

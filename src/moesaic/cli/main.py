@@ -23,6 +23,7 @@ from moesaic.cli.flops import flops_command
 from moesaic.cli.inspect import inspect_command
 from moesaic.cli.methods import methods_command
 from moesaic.cli.options import err
+from moesaic.cli.reproduce import reproduce_command
 from moesaic.errors import MoesaicError
 
 INTERRUPTED = 130
@@ -41,6 +42,7 @@ app.command("bench")(bench_command)
 app.command("finetune")(finetune_command)
 app.command("export")(export_command)
 app.command("flops")(flops_command)
+app.command("reproduce")(reproduce_command)
 app.command("methods")(methods_command)
 app.command("recipes", hidden=True)(methods_command)  # the old name
 app.command("demo")(demo_command)
@@ -107,4 +109,6 @@ def _less_memory() -> str:
 def _how_to_go_on() -> str:
     if sys.argv[1] in {"convert", "finetune"}:
         return "; what had begun goes on with --resume"
+    if sys.argv[1] == "reproduce":
+        return "; the same command goes on"
     return ""

@@ -368,6 +368,8 @@ def tasks_table(result: dict[str, Any]) -> None:
         "questions: how many were asked, of how many there are",
         "score: percent of the questions, and its standard error",
     ]
+    if any("self_consistency" in row for row in rows.values()):
+        meanings.append("k vote: so many answers are drawn, and they vote")
     if other is not None:
         heads = ["score", "against", "difference"]
         meanings += [
@@ -393,6 +395,10 @@ def tasks_table(result: dict[str, Any]) -> None:
             f"{row['questions']:,}/{row['of']:,}",
             *_scores(result, ("tasks", task)),
         )
+        for count in row.get("self_consistency", {}):
+            place = ("tasks", task, "self_consistency", count)
+            scores = _scores(result, place)
+            table.add_row("", f"{count} vote", "", "", *scores)
     if "mean" in result:
         scores = _scores(result, ("mean",))
         table.add_row("mean of five", "", "", "", *scores)
@@ -406,13 +412,18 @@ def _scores(result: dict[str, Any], place: tuple[str, ...]) -> list[str]:
     cells = [_percent(_at(result, place))]
     if "against" in result:
         cells.append(_percent(_at(result["against"], place)))
-        cells.append(_percent(_at(result["difference"], place), sign="+"))
+        difference = _at(result["difference"], place)
+        sign_and_error = "" if difference is None else _percent(difference, "+")
+        cells.append(sign_and_error)
     return cells
 
 
-def _at(values: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+def _at(values: Any, place: tuple[str, ...]) -> Any:
+    """What stands there; None where nothing does."""
     for key in place:
-        values = values[key]
+        if values is None:
+            return None
+        values = values.get(key)
     return values
 
 

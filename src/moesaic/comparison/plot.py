@@ -10,25 +10,32 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from moesaic.comparison.entries import EQUAL_WORK, METHOD
 from moesaic.comparison.rows import Row
+from moesaic.plot_style import (
+    GREY,
+    LINE_HEIGHT,
+    Look,
+    looks_of,
+    name_beside,
+    new_figure,
+    plain,
+    png,
+    spread_out,
+)
 
-_GREY = "0.5"
 _CAPTION = (
     "bars: standard deviation over seeds; dotted: references; arrows: beyond the upper "
     "edge, with the value at the least work"
 )
 _LEAST_LOSS = 1e-3  # the lowest that is drawn: seeds differ by about as much
 _ROOM = 1.6  # between the last curve that is seen whole and the upper edge, as a factor
-# In inches: of a label, of what stands above and below a panel, and of a usual figure.
-_LINE_HEIGHT = 0.24
+# In inches: of what stands above and below a panel, and of a usual figure.
 _MARGINS = 1.3
 _USUAL_HEIGHT = 6.5
-_MARKERS = ("o", "s", "D", "v")  # colours come again after nine curves
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,6 @@ class Point:
     work: float
     loss: float
     spread: float
-
-
-@dataclass(frozen=True)
-class _Look:
-    colour: Any
-    marker: str
 
 
 @dataclass(frozen=True)
@@ -92,44 +93,19 @@ def upper_edge(found: list[Curve]) -> float:
     return min(half, max(worst) * _ROOM)
 
 
-def spread_out(
-    heights: list[float], least: float, most: float = 1.0
-) -> list[float]:
-    """Heights of labels in [0, most], at least so far apart, in the same order.
-
-    Moved up from the lowest on, then down from the highest.
-    """
-    order = sorted(range(len(heights)), key=lambda index: heights[index])
-    placed = list(heights)
-    below = -least
-    for index in order:
-        placed[index] = max(placed[index], below + least)
-        below = placed[index]
-    above = most + least
-    for index in reversed(order):
-        placed[index] = min(placed[index], above - least)
-        above = placed[index]
-    return placed
-
-
 def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
     """PNG of two panels, on the first text: against MACs and against bytes."""
-    from matplotlib import color_sequences
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     text = next(iter(dense))
     against_macs = curves(rows, text, lambda row: row.macs)
     against_bytes = curves(rows, text, lambda row: row.bytes)
     # One label a line beside each panel: the more curves, the higher.
-    height = max(_USUAL_HEIGHT, _MARGINS + _LINE_HEIGHT * len(against_macs))
-    figure = Figure(figsize=(13, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    height = max(_USUAL_HEIGHT, _MARGINS + LINE_HEIGHT * len(against_macs))
+    figure = new_figure(13, height)
     panels = figure.subplots(1, 2, sharey=True)
-    # The eighth is a grey, which references have.
-    palette = [*color_sequences["tab10"][:7], *color_sequences["tab10"][8:]]
-    looks = _looks(against_macs, palette)
-    line_height = _LINE_HEIGHT / (height - _MARGINS)
+    looks = looks_of(
+        {curve.method: curve.is_reference for curve in against_macs}
+    )
+    line_height = LINE_HEIGHT / (height - _MARGINS)
     works = {
         "multiply-accumulates": against_macs,
         "bytes of weights read": against_bytes,
@@ -141,30 +117,14 @@ def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
     model_name = Path(model).name
     text_name = Path(text).name
     figure.suptitle(f"{model_name}, {text_name}")
-    figure.supxlabel(_CAPTION, fontsize=8, color=_GREY)
-    image = BytesIO()
-    figure.savefig(image, dpi=120)
-    return image.getvalue()
-
-
-def _looks(found: list[Curve], palette: Any) -> dict[str, _Look]:
-    """A colour and a marker for each method; references are grey."""
-    looks: dict[str, _Look] = {}
-    for curve in found:
-        number = sum(look.colour != _GREY for look in looks.values())
-        colour = palette[number % len(palette)]
-        marker = _MARKERS[number // len(palette) % len(_MARKERS)]
-        if curve.is_reference:
-            colour = _GREY
-            marker = "o"
-        looks[curve.method] = _Look(colour, marker)
-    return looks
+    figure.supxlabel(_CAPTION, fontsize=8, color=GREY)
+    return png(figure)
 
 
 def _draw(
     panel: Any,
     found: list[Curve],
-    looks: dict[str, _Look],
+    looks: dict[str, Look],
     line_height: float,
 ) -> None:
     """The curves of one panel, work falling to the right, and their names there."""
@@ -177,16 +137,14 @@ def _draw(
         _draw_curve(panel, curve, looks[curve.method], top)
     panel.invert_xaxis()
     if panel.get_xlim()[0] > 1:
-        panel.axvline(1.0, color=_GREY, linewidth=0.8)
+        panel.axvline(1.0, color=GREY, linewidth=0.8)
     panel.xaxis.set_major_formatter("{x:.3g}")
     _label_losses(panel, bottom, top)
-    panel.grid(visible=True, alpha=0.25)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+    plain(panel)
     _name_curves(panel, found, looks, bottom, top, line_height)
 
 
-def _draw_curve(panel: Any, curve: Curve, look: _Look, top: float) -> None:
+def _draw_curve(panel: Any, curve: Curve, look: Look, top: float) -> None:
     works = [point.work for point in curve.points]
     losses = [point.loss for point in curve.points]
     down = []
@@ -201,8 +159,8 @@ def _draw_curve(panel: Any, curve: Curve, look: _Look, top: float) -> None:
         losses,
         yerr=[down, up],
         color=look.colour,
-        linestyle=":" if curve.is_reference else "-",
-        linewidth=1.2 if curve.is_reference else 1.8,
+        linestyle=look.line,
+        linewidth=look.width,
         marker=look.marker,
         markersize=4,
         capsize=3,
@@ -234,7 +192,7 @@ def _label_losses(panel: Any, bottom: float, top: float) -> None:
 def _name_curves(
     panel: Any,
     found: list[Curve],
-    looks: dict[str, _Look],
+    looks: dict[str, Look],
     bottom: float,
     top: float,
     line_height: float,
@@ -248,21 +206,4 @@ def _name_curves(
         if curve.last.loss > top:
             name = f"{name} \N{UPWARDS ARROW} {1 + curve.last.loss:.3g}"
         end = (curve.last.work, min(curve.last.loss, top))
-        panel.annotate(
-            name,
-            end,
-            (1.03, height),
-            xycoords="data",
-            textcoords="axes fraction",
-            color=looks[curve.method].colour,
-            fontsize=9,
-            verticalalignment="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "relpos": (0, 0.5),
-                "color": looks[curve.method].colour,
-                "linewidth": 0.5,
-                "alpha": 0.6,
-            },
-        )
+        name_beside(panel, name, end, height, looks[curve.method].colour)

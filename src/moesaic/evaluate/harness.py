@@ -6,6 +6,7 @@ Source: https://github.com/EleutherAI/lm-evaluation-harness, version 0.4.13.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -20,15 +21,25 @@ from typing import Any
 import datasets
 import lm_eval.api.task
 import lm_eval.tasks
+import numpy as np
+import torch
 import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
+from lm_eval.filters import build_filter_ensemble
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.code_execution import passes
+from moesaic.evaluate.self_consistency import (
+    TEMPERATURE,
+    Voting,
+    draw,
+    majority,
+    probabilities,
+)
 from moesaic.evaluate.task_data import (
     MMLU_PREFIX,
     check_subjects,
@@ -397,3 +408,122 @@ def count_cut(part: Task, lm: Any) -> int:
 
 def _characters(request: Instance) -> int:
     return sum(len(text) for text in request.args if isinstance(text, str))
+
+
+def vote_on_choices(
+    parts: dict[str, Task], metric: str, voting: Voting
+) -> dict[int, list[float]]:
+    """By number of votes, the score of each question that `ask` asked last.
+
+    Costs nothing of the model: the log probabilities of all choices are known.
+    """
+    generator = np.random.default_rng(voting.seed)
+    scores: dict[int, list[float]] = {count: [] for count in voting.counts}
+    for part in parts.values():
+        for requests in _requests_by_question(part).values():
+            drawn = _drawn_choices(requests, metric, voting, generator)
+            for count in voting.counts:
+                winner = majority(drawn[:count])
+                score = _score_of(part, requests, winner, metric)
+                scores[count].append(score)
+    return scores
+
+
+def _requests_by_question(part: Task) -> dict[int, list[Instance]]:
+    """What was asked for each question, a request for each choice, in their order."""
+    questions: dict[int, list[Instance]] = {}
+    for request in part.instances or []:
+        questions.setdefault(request.doc_id, []).append(request)
+    for requests in questions.values():
+        requests.sort(key=lambda request: int(request.idx))
+    return questions
+
+
+def _drawn_choices(
+    requests: list[Instance],
+    metric: str,
+    voting: Voting,
+    generator: np.random.Generator,
+) -> list[int]:
+    known = [request.resps[0][0] for request in requests]
+    lengths = None
+    if metric == "acc_norm":
+        # The harness divides by the choice without the space before it.
+        lengths = [
+            len(str(request.args[1]).removeprefix(" ")) for request in requests
+        ]
+    chances = probabilities(known, lengths)
+    return draw(chances, voting.samples, generator)
+
+
+def _score_of(
+    part: Task, requests: list[Instance], choice: int, metric: str
+) -> float:
+    """The metric, had the model been sure of this choice."""
+    sure = [
+        (0.0 if number == choice else -1e9, False)
+        for number in range(len(requests))
+    ]
+    return float(part.process_results(requests[0].doc, sure)[metric])
+
+
+def vote_on_texts(
+    lm: Any,
+    parts: dict[str, Task],
+    chosen: dict[str, list[int]],
+    metric: str,
+    way: str,
+    voting: Voting,
+) -> dict[int, list[float]]:
+    """By number of votes, the score of each question, answers to which are written.
+
+    Writes `voting.samples` answers to each question, by the harness's own repeats.
+    What cannot be read in an answer is a vote as well, for a wrong one.
+    """
+    scores: dict[int, list[float]] = {count: [] for count in voting.counts}
+    for name in parts.keys() & chosen.keys():
+        part = _sampling(parts[name], way, voting)
+        part.set_fewshot_seed(seed=_SEED)
+        torch.manual_seed(voting.seed)
+        with redirect_stdout(StringIO()):
+            found = evaluate(
+                lm=lm,
+                task_dict={"tasks": {name: part}},
+                samples={name: chosen[name]},
+            )
+        for sample in found["samples"][name]:
+            count = int(sample["filter"])
+            scores[count].append(float(sample[metric]))
+    return scores
+
+
+def _sampling(part: Task, way: str, voting: Voting) -> Task:
+    """The same task with answers drawn, and a filter for each number of votes."""
+    sampling = copy.copy(part)
+    sampling._config = deepcopy(part.config)
+    written = {
+        **part.config.generation_kwargs,
+        "do_sample": True,
+        "temperature": TEMPERATURE,
+    }
+    sampling.set_config("generation_kwargs", written)
+    sampling.set_config("repeats", voting.samples)
+    [usual] = [one for one in part.config.filter_list if one["name"] == way]
+    read = []
+    for function in usual["filter"]:
+        if function["function"] != "take_first":
+            settings = dict(function)
+            read.append([settings.pop("function"), settings])
+    sampling._filters = [
+        build_filter_ensemble(
+            str(count),
+            [
+                ["take_first_k", {"k": count}],
+                *read,
+                ["majority_vote", None],
+                ["take_first", None],
+            ],
+        )
+        for count in voting.counts
+    ]
+    return sampling

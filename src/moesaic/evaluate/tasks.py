@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.errors import MoesaicError, unknown
 from moesaic.evaluate.code_execution import check_can_run
+from moesaic.evaluate.self_consistency import Voting
 from moesaic.evaluate.task_data import check_files
 from moesaic.evaluate.work import active_ffn_fraction
 from moesaic.families.load import (
@@ -80,6 +81,8 @@ def evaluate_tasks(
     batch_size: int | str = "auto",
     task_data: Path | None = None,
     allow_code_execution: bool = False,
+    self_consistency: Sequence[int] = (),
+    seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -90,12 +93,15 @@ def evaluate_tasks(
     five choice tasks are asked), settings and versions. With `against` also that model's,
     under that key, and `difference`. `limit` asks so many questions of each task, evenly
     spaced; of MMLU so many in all, its subjects one after another. `task_data` is a folder
-    with the questions, in place of the hub.
+    with the questions, in place of the hub. `self_consistency` are numbers of answers
+    that vote, drawn with `seed`: each row then has the scores of the votes too.
     Raises MoesaicError for bad input, before a model is loaded. Costs a forward pass over
     prompt and answer for each choice, or a generation for each question, per model.
+    Votes on choices cost nothing more, those on what is written a generation each.
     """
     names = list(dict.fromkeys(tasks))
     shots = _check_options(names, fewshot, limit, batch_size)
+    voting = _make_voting(names, self_consistency, seed)
     if "humaneval" in names:
         _check_code(shots["humaneval"], allow_code_execution)
     _check_harness()
@@ -121,7 +127,7 @@ def evaluate_tasks(
             lm = Model(
                 name, loaded, tokenizers[name], contexts[name], batch_size
             )
-            rows, scores_by_task = ask_all(lm, asked)
+            rows, scores_by_task = ask_all(lm, asked, voting)
             scores.append(scores_by_task)
             about = {
                 "model": name,
@@ -139,6 +145,8 @@ def evaluate_tasks(
     result["settings"] = {
         "limit": limit,
         "batch_size": batch_size,
+        "self_consistency": list(self_consistency),
+        "seed": seed,
         "task_data": None if task_data is None else str(task_data),
         "device": str(device),
     }
@@ -173,6 +181,20 @@ def _check_options(
     if fewshot is not None:
         return dict.fromkeys(names, fewshot)
     return {name: TASKS[name].shots for name in names}
+
+
+def _make_voting(
+    names: list[str], self_consistency: Sequence[int], seed: int
+) -> Voting | None:
+    """How answers vote; None where they do not. Raises MoesaicError."""
+    if not self_consistency:
+        return None
+    if "humaneval" in names:
+        raise MoesaicError(
+            "--self-consistency: programs cannot vote; leave humaneval out"
+        )
+    counts = sorted(set(self_consistency))
+    return Voting(tuple(counts), seed)
 
 
 def _check_code(shots: int, allowed: bool) -> None:
@@ -267,11 +289,11 @@ def check_context(
 
 
 def ask_all(
-    lm: Any, asked: dict[str, Asked]
+    lm: Any, asked: dict[str, Asked], voting: Voting | None = None
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """A row for each task, and each task's scores question by question.
 
-    `lm` is a model as the harness knows it.
+    `lm` is a model as the harness knows it. With `voting` a row has the scores of votes.
     """
     from moesaic.evaluate.harness import ask, split_of
 
@@ -298,8 +320,32 @@ def ask_all(
             "version": questions.version,
             "harness": {name: a.values for name, a in answers.items()},
         }
+        if voting is not None:
+            rows[task]["self_consistency"] = vote(lm, task, questions, voting)
         scores_by_task[task] = scores
     return rows, scores_by_task
+
+
+def vote(
+    lm: Any, task: str, questions: Asked, voting: Voting
+) -> dict[str, dict[str, Any]]:
+    """By number of votes, the mean score of a task that was asked just now."""
+    from moesaic.evaluate.harness import vote_on_choices, vote_on_texts
+
+    setup = TASKS[task]
+    if setup.metric == "exact_match":
+        scores = vote_on_texts(
+            lm,
+            questions.parts,
+            questions.chosen,
+            setup.metric,
+            setup.way,
+            voting,
+        )
+    else:
+        asked = {name: questions.parts[name] for name in questions.chosen}
+        scores = vote_on_choices(asked, setup.metric, voting)
+    return {str(count): mean_of(values) for count, values in scores.items()}
 
 
 def mean_of(scores: list[float]) -> dict[str, Any]:

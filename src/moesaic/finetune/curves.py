@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moesaic.finetune.balance import Loads
+from moesaic.plot_style import new_figure, png
 
 COLUMNS = (
     "step",
@@ -47,26 +48,11 @@ def _logged(names: Iterable[str], history: list[dict[str, float]]) -> list[str]:
     return [name for name in names if name in logged]
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _png(figure: Any) -> bytes:
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120)
-    return image.getvalue()
-
-
 def curve_png(history: list[dict[str, float]]) -> bytes:
     """Each loss against the samples seen."""
     names = _logged(LOSSES, history)
     count = len(names)
-    figure = _figure(4.5 * count, 3.5)
+    figure = new_figure(4.5 * count, 3.5)
     panels = figure.subplots(1, count, squeeze=False)[0]
     samples = [row["samples"] for row in history]
     for axes, name in zip(panels, names, strict=True):
@@ -74,17 +60,17 @@ def curve_png(history: list[dict[str, float]]) -> bytes:
         axes.plot(samples, losses)
         axes.set(xlabel="samples", title=LOSSES[name])
         axes.grid(visible=True, alpha=0.3)
-    return _png(figure)
+    return png(figure)
 
 
 def loads_png(before: Loads, after: Loads) -> bytes:
     """Every expert's load over its layer's mean, sorted; before left, after right."""
-    figure = _figure(9, 4)
+    figure = new_figure(9, 4)
     left, right = figure.subplots(1, 2, sharey=True)
     _draw_loads(left, before, "before")
     _draw_loads(right, after, "after")
     left.set_ylabel("load over the mean")
-    return _png(figure)
+    return png(figure)
 
 
 def _draw_loads(axes: Any, loads: Loads, title: str) -> None:

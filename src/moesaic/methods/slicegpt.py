@@ -9,6 +9,7 @@ the result is a narrower model of its family.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +69,14 @@ class SliceGPT(ModelMethod):
                 "rotates dense models; take another method"
             )
         width = shape.ffn.hidden_size
-        kept = round((1 - sparsity) * width / ROUND) * ROUND
+        heads = shape.config["num_attention_heads"]
+        # transformers wants a width that is a multiple of the heads.
+        step = math.lcm(ROUND, heads)
+        kept = round((1 - sparsity) * width / step) * step
         if sparsity == 0:
             kept = width
         if not kept:
-            most = 1 - ROUND / width
+            most = 1 - step / width
             raise MoesaicError(
                 f"sparsity {sparsity} leaves none of {width} axes; take at most "
                 f"{most:.2f}"
@@ -80,9 +84,8 @@ class SliceGPT(ModelMethod):
         if kept >= width and sparsity:
             raise MoesaicError(
                 f"sparsity {sparsity} cuts off none of {width} axes, which stay in groups "
-                f"of {ROUND}; take at least {ROUND / width:.2f}"
+                f"of {step}; take at least {step / width:.2f}"
             )
-        heads = shape.config["num_attention_heads"]
         head_size = shape.config.get("head_dim") or width // heads
         return {
             "hidden_size": kept,
