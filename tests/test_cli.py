@@ -301,12 +301,12 @@ def test_method_and_set_reach_the_conversion(run: Run, monkeypatch: pytest.Monke
         raise moesaic.MoesaicError("enough")
 
     monkeypatch.setattr(importlib.import_module("moesaic.finetune.convert"), "convert", convert)
-    settings = ("--set", "rounds=3", "--set", "exact=true")
+    settings = ("--set", "kmeans_rounds=3", "--set", "intercept=true")
     for option in ("--method", "--recipe"):
-        run("convert", "demo", "--output", "x", option, "cmoe", *settings)
+        run("convert", "demo", "--output", "x", option, "moesaic", *settings)
     for choices in asked:
-        assert choices["recipe"] == "cmoe"
-        assert choices["settings"] == {"rounds": 3, "exact": True}
+        assert choices["recipe"] == "moesaic"
+        assert choices["settings"] == {"kmeans_rounds": 3, "intercept": True}
     assert len(asked) == 2
 
 
