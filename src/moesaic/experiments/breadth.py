@@ -11,7 +11,7 @@ from moesaic.experiments.study import Study
 from moesaic.experiments.table import Table
 
 TASKS = ("mmlu", "humaneval", "gsm8k")
-METHODS = ("llama-moe", "llama-moe-v2", "emoe", "cmoe")
+METHODS = ("llama-moe", "llama-moe-v2", "emoe", "cmoe", "moesaic")
 
 # Percent, of Llama-2 7B; the paper has no dense row.
 PAPER = {
@@ -23,7 +23,7 @@ PAPER = {
 
 
 def run(study: Study) -> Table:
-    notes = ["the paper has no dense row"]
+    notes = ["the paper has no dense row, and moesaic is not in it"]
     tasks = list(TASKS)
     if not study.allow_code_execution:
         tasks.remove("humaneval")

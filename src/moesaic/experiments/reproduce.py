@@ -30,6 +30,7 @@ from moesaic.experiments.study import Study
 from moesaic.experiments.table import Table
 from moesaic.experiments.texts import (
     SMOKE_TEXTS,
+    USUAL,
     check_sources,
     named_sources,
     prepare_texts,
@@ -247,13 +248,17 @@ def _with_stand_ins(
     study: Study,
     settings: dict[str, Any],
 ) -> Table:
-    """The table, with a note where texts or questions are not the real ones."""
+    """The table, with a note where texts or questions are not the usual ones."""
     notes = list(dict.fromkeys(table.notes))
     if study.scale.name == SMOKE:
         if experiment.tasks and settings["task_data"] is None:
             notes.append(MADE_UP)
         if not settings["texts"]:
             notes.append(SMOKE_TEXTS)
+    for domain in experiment.texts:
+        source = settings["texts"].get(domain)
+        if source != USUAL.get(domain) and source is not None:
+            notes.append(f"{domain} is {Path(source).name}")
     return Table(table.columns, table.rows, notes, table.panels)
 
 

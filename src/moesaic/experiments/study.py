@@ -204,7 +204,7 @@ class Study:
                 model,
                 [task],
                 fewshot=self.scale.shots.get(task),
-                limit=self.scale.questions,
+                limit=self.scale.questions_of(task),
                 task_data=self.task_data,
                 allow_code_execution=self.allow_code_execution,
                 self_consistency=votes,
