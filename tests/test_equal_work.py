@@ -23,7 +23,7 @@ from moesaic.comparison.equal_work import Steps, neighbours, over_dense
 from moesaic.comparison.missing import CONVERSION, Missing, lines_of
 from moesaic.comparison.options import FFN_BYTES, FFN_MACS, NEAR, SPARSITY, Goal
 from moesaic.comparison.page import making, markdown, ranking
-from moesaic.comparison.plot import curves, plot, upper_edge
+from moesaic.comparison.plot import curves, panels_of, plot, upper_edge
 from moesaic.comparison.rows import Row
 from moesaic.errors import MoesaicError
 from moesaic.plot_style import spread_out
@@ -368,6 +368,17 @@ def test_the_edge_shows_half_of_the_curves_whole() -> None:
     assert upper_edge(found) == pytest.approx(0.4 * 1.6)
     assert upper_edge(found[:2]) == pytest.approx(0.2 * 1.6)
     assert upper_edge(found[:1]) == pytest.approx(0.1 * 1.6)
+
+
+def test_who_was_timed_has_a_panel_of_its_own() -> None:
+    untimed = row("oracle", 0.5, 1.1, saves=False)
+    rows = [row("a", 0.5, 1.2, speed=1.25), row("a", 0.75, 1.1, speed=0.5), untimed]
+    panels = panels_of(rows, "t")
+    assert [len(found) for found in panels.values()] == [2, 2, 1]
+    [timed] = panels["time of one token"]
+    assert [(point.work, round(point.loss, 6)) for point in timed.points] == [(2, 0.1), (0.8, 0.2)]
+    assert len(panels_of([untimed], "t")) == 2
+    assert plot("m", {"t": 20.0}, rows).startswith(b"\x89PNG")
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20))

@@ -1,4 +1,4 @@
-"""A comparison as a plot: what is lost against the work of one token, twice.
+"""A comparison as a plot: what is lost against the work of one token, and its time.
 
 Perplexity over dense is drawn as its distance from 1, on a log scale: methods that lose
 0.2 % and 2 % can be told apart as well as ones that lose 20 % and 200 %.
@@ -36,6 +36,7 @@ _ROOM = 1.6  # between the last curve that is seen whole and the upper edge, as 
 # In inches: of what stands above and below a panel, and of a usual figure.
 _MARGINS = 1.3
 _USUAL_HEIGHT = 6.5
+_PANEL_WIDTH = 6.5
 
 
 @dataclass(frozen=True)
@@ -93,26 +94,47 @@ def upper_edge(found: list[Curve]) -> float:
     return min(half, max(worst) * _ROOM)
 
 
+def panels_of(rows: list[Row], text: str) -> dict[str, list[Curve]]:
+    """The curves of each panel, by what they are drawn against, all over dense."""
+    against = {
+        "multiply-accumulates for one token": curves(
+            rows, text, lambda row: row.macs
+        ),
+        "bytes of weights read for one token": curves(
+            rows, text, lambda row: row.bytes
+        ),
+    }
+    timed = [row for row in rows if row.speed is not None]
+    if timed:
+        against["time of one token"] = curves(timed, text, _time_over_dense)
+    return against
+
+
+def _time_over_dense(row: Row) -> float:
+    assert row.speed is not None
+    return 1 / row.speed
+
+
 def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
-    """PNG of two panels, on the first text: against MACs and against bytes."""
+    """PNG, on the first text: against MACs, against bytes, and against time if measured."""
     text = next(iter(dense))
-    against_macs = curves(rows, text, lambda row: row.macs)
-    against_bytes = curves(rows, text, lambda row: row.bytes)
+    against = panels_of(rows, text)
+    most = max(len(found) for found in against.values())
     # One label a line beside each panel: the more curves, the higher.
-    height = max(_USUAL_HEIGHT, _MARGINS + LINE_HEIGHT * len(against_macs))
-    figure = new_figure(13, height)
-    panels = figure.subplots(1, 2, sharey=True)
+    height = max(_USUAL_HEIGHT, _MARGINS + LINE_HEIGHT * most)
+    figure = new_figure(_PANEL_WIDTH * len(against), height)
+    panels = figure.subplots(1, len(against), sharey=True)
     looks = looks_of(
-        {curve.method: curve.is_reference for curve in against_macs}
+        {
+            curve.method: curve.is_reference
+            for found in against.values()
+            for curve in found
+        }
     )
     line_height = LINE_HEIGHT / (height - _MARGINS)
-    works = {
-        "multiply-accumulates": against_macs,
-        "bytes of weights read": against_bytes,
-    }
-    for panel, (words, found) in zip(panels, works.items(), strict=True):
+    for panel, (words, found) in zip(panels, against.items(), strict=True):
         _draw(panel, found, looks, line_height)
-        panel.set_xlabel(f"{words} for one token, over dense")
+        panel.set_xlabel(f"{words}, over dense")
     panels[0].set_ylabel("perplexity over dense")
     model_name = Path(model).name
     text_name = Path(text).name
