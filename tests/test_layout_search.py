@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 import moesaic
 from moesaic import load_method
-from moesaic.conversion.layout_search import choose_plan, find_plan
+from moesaic.conversion.layout_search import (
+    choose_plan,
+    find_plan,
+    likely_budget,
+    most_steps,
+)
 from moesaic.conversion.options import make_budget, make_options
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.conversion.prepare import prepare
@@ -110,13 +115,60 @@ def first_plan() -> Plan:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 10))
-def test_bisection_finds_the_smallest_budget_within_the_target(smallest: int) -> None:
+def test_the_search_finds_the_smallest_budget_within_the_target(smallest: int) -> None:
     def ratio_of(plan: Plan) -> float:
         return 1.5 if plan.layout.num_active < smallest else 1.01
 
     search = find_plan(first_plan(), plan_of, 1.02, ratio_of, lambda line: None)
     assert search.plan.layout.num_active == smallest
-    assert len(search.tried) <= 5  # the largest budget, then log2 of 10
+    assert len(search.tried) <= most_steps(11)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 254), st.floats(1.2, 2.2))
+def test_losses_that_follow_a_power_are_met_in_few_steps(skipped: int, power: float) -> None:
+    """The target lies half an expert beyond `skipped` of 255."""
+    target = 1 + 0.5 * ((skipped + 0.5) / 255) ** power
+    asked = []
+
+    def ratio_of(plan: Plan) -> float:
+        asked.append(plan.layout.num_active)
+        return 1 + 0.5 * ((255 - plan.layout.num_active) / 255) ** power
+
+    wide = plan_with(256)
+    search = find_plan(wide, make_with(256), target, ratio_of, lambda line: None)
+    assert search.plan.layout.num_active == 255 - skipped
+    assert len(asked) <= 8  # halving alone takes 8 always
+
+
+def make_with(experts: int) -> Any:
+    """Plans of a wider model: as many neurons as experts."""
+    config = tiny_model("llama").config
+    config.intermediate_size = experts
+    method = load_method("moesaic")
+    return lambda layout: make_plan(config, "tiny", method, make_budget(layout))
+
+
+def plan_with(experts: int) -> Plan:
+    plan: Plan = make_with(experts)(f"S1A3E{experts}")
+    return plan
+
+
+def test_a_likely_budget_by_hand() -> None:
+    # Nothing known: a quarter of 100 skipped. One loss: the usual power. Two: theirs.
+    assert likely_budget({}, 100, 0.1, 0, 100) == 75
+    assert likely_budget({75: 0.1}, 100, 0.1 * 2**1.6, 0, 100) in (50, 51)
+    assert likely_budget({75: 0.1, 50: 0.2}, 100, 0.05, 50, 100) in (87, 88)
+    # Kept inside the bracket, whatever the losses say; noise below 0 is not asked.
+    assert likely_budget({75: 0.1}, 100, 5.0, 40, 75) == 41
+    assert likely_budget({90: -0.001}, 100, 0.1, 0, 90) == 75
+    assert likely_budget({75: 0.3, 50: 0.2}, 100, 1e-6, 0, 80) == 79
+
+
+def test_the_cost_is_said_before_the_search() -> None:
+    said: list[str] = []
+    find_plan(first_plan(), plan_of, 1.02, lambda plan: 1.01, said.append)
+    assert "at most 12 conversions" in said[0]
 
 
 def test_a_target_out_of_reach_says_the_best_ratio() -> None:

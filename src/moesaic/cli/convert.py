@@ -260,6 +260,7 @@ def _dry_run(
     choices: dict[str, Any], target_ratio: float | None, dtype: str
 ) -> None:
     """Says what a conversion would do."""
+    from moesaic.conversion.layout_search import most_steps
     from moesaic.conversion.prepare import source_name
     from moesaic.finetune.convert import dry_run
 
@@ -267,8 +268,12 @@ def _dry_run(
     output = choices["output"]
     plan = prepared.plans[0]
     if target_ratio is not None:
-        most = plan.layout.num_routed
-        out.print(f"would search up to {most} experts for {target_ratio}")
+        routed = plan.layout.num_routed
+        out.print(
+            f"would search among {routed} routed experts for {target_ratio}: at most "
+            f"{most_steps(routed)} conversions in memory, usually four or five, then "
+            "the one that is written"
+        )
         out.print(f"nothing was written to {output}")
         return
     title = f"{choices['model']}, {plan.label}: {plan.words}"
