@@ -198,7 +198,8 @@ def find_plan(
     Searches over the number of active experts of the first plan's shared and routed
     ones, to the expert, or to 1 / FINEST of them where there are more. Each step is a
     conversion and an evaluation: four or five where losses follow a power of what is
-    skipped, at most three times log2 of the number of routed experts. Raises MoesaicError where even one expert less than all exceeds the target.
+    skipped, at most three times log2 of the number of routed experts.
+    Raises MoesaicError where even one expert less than all exceeds the target.
     """
     layout = first.layout
     routed = layout.num_routed
