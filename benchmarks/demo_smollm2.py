@@ -101,8 +101,8 @@ def answer(model: Any, tokenizer: Any) -> str:
 
 
 def compare(folder: Path, texts: Texts) -> None:
-    """Prints the frontier. `moesaic-neurons` as it is by default takes ten times as long."""
-    settings = {"layer_budgets": "uniform", "up_steps": 0}
+    """Prints the frontier. `moesaic-neurons` as it is by default takes longer."""
+    settings = {"up_steps": 0}
     neurons = load_method("moesaic-neurons", settings)
     changed = ", ".join(f"{name}={value}" for name, value in settings.items())
     out.print(

@@ -219,12 +219,19 @@ def test_equal_budgets_stay_where_nothing_is_to_be_shared() -> None:
     assert report.budgets == []
 
 
-@pytest.mark.parametrize("method", [DYNAMIC, "moesaic-neurons"])
-def test_budgets_are_shared_unless_told_otherwise(method: str) -> None:
-    for settings_, shares in (({}, True), ({"layer_budgets": "uniform"}, False)):
-        model, report = moesaic.convert(uneven(0), method, LAYOUT, WINDOWS, settings=settings_)
-        assert bool(report.budgets) == shares
-        assert report.budgets == model.config.moesaic.budgets
+@pytest.mark.parametrize(
+    ("method", "strategy", "shares"),
+    [
+        (DYNAMIC, {}, True),
+        (DYNAMIC, {"layer_budgets": "uniform"}, False),
+        ("moesaic-neurons", {}, False),
+        ("moesaic-neurons", {"layer_budgets": "gradient"}, True),
+    ],
+)
+def test_who_shares_budgets(method: str, strategy: dict[str, str], shares: bool) -> None:
+    model, report = moesaic.convert(uneven(0), method, LAYOUT, WINDOWS, settings=strategy)
+    assert bool(report.budgets) == shares
+    assert report.budgets == model.config.moesaic.budgets
 
 
 def test_a_layer_whose_experts_all_run_is_worth_what_the_others_are() -> None:

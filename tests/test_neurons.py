@@ -55,7 +55,8 @@ WINDOWS = tokens(16, CONTEXT, seed=1)
 UNGATED = {"gpt2", "opt", "gpt_neox", "phi", "starcoder2", "nemotron"}
 NAME = "moesaic-neurons"
 NEURON_METHOD = load_method(NAME)
-EQUAL: Any = load_method(NAME, {"layer_budgets": "uniform"})
+EQUAL: Any = load_method(NAME)
+SHARED: Any = load_method(NAME, {"layer_budgets": "gradient"})
 ALL_EXACT: Any = replace(EQUAL, exact=1.0)
 SKETCH: Any = replace(EQUAL, choose_by="sketch")
 BOTH = pytest.mark.parametrize("method", [EQUAL, SKETCH], ids=["copies", "sketch"])
@@ -395,7 +396,7 @@ def test_with_a_target_ratio_layers_keep_equal_budgets(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat in a hat and the rat in a bin. a dog ran on the mat. " * 150)
     _, report = moesaic.convert(
-        str(source), NAME, target_ratio=1.05, calibration=str(text), samples=8,
+        str(source), SHARED, target_ratio=1.05, calibration=str(text), samples=8,
         sequence_length=64, output=tmp_path / "out",
     )  # fmt: skip
     assert report.budgets == []
@@ -419,7 +420,7 @@ def test_layers_share_a_budget() -> None:
     model = tiny_model("qwen3")
     with torch.no_grad():
         find_ffns(model).read(0).down_DF.mul_(1e-3)
-    moesaic.convert(model, NAME, sparsity=0.5, calibration=WINDOWS)
+    moesaic.convert(model, SHARED, sparsity=0.5, calibration=WINDOWS)
     budgets = model.config.moesaic.budgets
     assert sum(budgets) == LAYERS * NEURONS // 2
     assert budgets[0] < NEURONS // 2

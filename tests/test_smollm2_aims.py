@@ -70,7 +70,7 @@ def test_routing_beats_static_pruning(ratios: Ratios, sparsity: float) -> None:
 
 def test_neurons_keep_what_they_reached_at_equal_bytes(smollm2: Path, shared: Path) -> None:
     """Ahead of TEAL, which reads the same bytes, too."""
-    neurons = moesaic.load_method("moesaic-neurons", {"layer_budgets": "uniform"})
+    neurons = moesaic.load_method("moesaic-neurons")
     teal = moesaic.load_method("teal", {"where": "ffn"})
     found = compared(smollm2, shared, [neurons, teal], ffn_bytes=list(AIMS_BY_BYTES))
     by_method: dict[bool, dict[float, float]] = {True: {}, False: {}}

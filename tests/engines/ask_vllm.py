@@ -1,6 +1,9 @@
 """Greedy tokens and their log-probabilities from vLLM; runs in the engine's own environment.
 
-python ask_vllm.py MODEL TOKENS PROMPTS.json ANSWERS.json [--own]
+python ask_vllm.py MODEL TOKENS PROMPTS.json ANSWERS.json [--remote-code]
+
+By moesaic's plug-in where that is installed; with --remote-code by the code beside the weights,
+without the plug-in.
 """
 
 import json
@@ -9,12 +12,15 @@ import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+BY_REMOTE_CODE = "--remote-code" in sys.argv
+if BY_REMOTE_CODE:
+    os.environ["VLLM_PLUGINS"] = ""
 
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
 
     model, count, prompts, answers = sys.argv[1:5]
-    own = {"model_impl": "transformers", "trust_remote_code": True} if "--own" in sys.argv else {}
+    own = {"model_impl": "transformers", "trust_remote_code": True} if BY_REMOTE_CODE else {}
     llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=64, **own)
     with open(prompts) as file:
         asked = [{"prompt_token_ids": ids} for ids in json.load(file)]

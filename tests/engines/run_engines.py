@@ -243,11 +243,19 @@ def main() -> None:
             "g-moefication", "llama-moe",
         ):  # fmt: skip
             folder = convert("demo", demo_path(), root, recipe)
-            answers = ask(
-                arguments.vllm, "ask_vllm.py", folder, prompts_of(folder), root, "--own"
-            )  # fmt: skip
-            found = judge(load_model(folder), prompts_of(folder), answers, "vLLM")
-            row("vLLM", "demo", f"{recipe}, own architecture", found)
+            prompts = prompts_of(folder)
+            answers = ask(arguments.vllm, "ask_vllm.py", folder, prompts, root)
+            row(
+                "vLLM",
+                "demo",
+                f"{recipe}, plug-in",
+                judge(load_model(folder), prompts, answers, "vLLM"),
+            )
+        # Where moesaic is not installed, the code beside the weights is run.
+        folder = convert("demo", demo_path(), root, "cmoe")
+        prompts = prompts_of(folder)
+        answers = ask(arguments.vllm, "ask_vllm.py", folder, prompts, root, "--remote-code")
+        row("vLLM", "demo", "cmoe, its code", judge(load_model(folder), prompts, answers, "vLLM"))
 
         prompt = "import os\n\ndef main(argv):\n    "
         folder = root / "demo-glm4_moe"

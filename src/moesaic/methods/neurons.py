@@ -93,9 +93,12 @@ class MoesaicNeurons(ExpertMethod):
         True, "Whether the repair may add an output bias."
     )
     up_steps: int = setting(4, "Steps that refit the rows of W_up too.", 0)
+    # Layers that run more also read a larger share of it exactly, so that layers which
+    # share neurons read more bytes than was asked for: not by default.
     layer_budgets: str = setting(  # type: ignore[misc]
-        "gradient",
-        "How many neurons each layer runs: uniform, or as many as are worth most.",
+        "uniform",
+        "How many neurons each layer runs: uniform, or as many as are worth most (five "
+        "trial conversions; with copies up to a tenth of the FFNs' bytes more).",
         choices=LAYER_BUDGETS,
     )
 

@@ -1,0 +1,20 @@
+"""Makes our architecture known to vLLM, which calls this where moesaic is installed beside it.
+
+vLLM finds it by the entry point `vllm.general_plugins`. Then `vllm serve FOLDER` runs a
+converted model by vLLM's Transformers backend, and no code beside the weights is run.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+ARCHITECTURE = "MoesaicForCausalLM"
+BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
+
+
+def register() -> None:
+    """Registers with transformers' Auto classes and with vLLM, in each of its processes."""
+    import_module("moesaic.modeling")
+    registry = import_module("vllm").ModelRegistry
+    if ARCHITECTURE not in registry.get_supported_archs():
+        registry.register_model(ARCHITECTURE, BACKEND)
