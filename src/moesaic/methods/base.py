@@ -259,9 +259,7 @@ class FFNMethod(Method):
     shared_experts: ClassVar[int | None] = None
     # Whether several layouts of one sparsity are worth trying.
     searches_layouts: ClassVar[bool] = False
-    # Whether layers can run different numbers of experts.
-    can_share_budgets: ClassVar[bool] = False
-    # "own": as `sizes_of_layers` says.
+    # How layers share a budget; "own": as `sizes_of_layers` says.
     layer_budgets: ClassVar[str] = "uniform"
 
     @abstractmethod

@@ -75,7 +75,6 @@ class Moesaic(ExpertMethod):
     description = METHODS["moesaic"]
     fits_weights = True
     searches_layouts = True
-    can_share_budgets = True
     chooser: ClassVar[str] = "topk"
 
     importance: str = setting(

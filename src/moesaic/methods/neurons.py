@@ -66,7 +66,6 @@ class MoesaicNeurons(ExpertMethod):
 
     description = METHODS["moesaic-neurons"]
     fits_weights = True
-    can_share_budgets = True
     statistics_kind = PLAIN
     output_bias = True
 
