@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from moesaic.finetune.in_memory import (
     plan_recovery,
     recovery_options,
 )
-from moesaic.finetune.options import AUTO_TEACHER
+from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions
 from moesaic.methods.base import Method
 from moesaic.methods.contents import METHODS
 from moesaic.methods.load import load_method
@@ -177,71 +178,32 @@ def run_comparison(
     options: CompareOptions, progress: Callable[[str], Any]
 ) -> dict[str, Any]:
     """Plan, read texts, load, take up what is done, fill in the cells, rank, write."""
-    model = options.model
     trust = options.trust_remote_code
     device = choose_device(options.device)
-    tuning = None
-    if options.finetune is not None:
-        tuning = recovery_options(
-            model,
-            options.finetune,
-            options.sequence_length,
-            options.distill,
-            options.device,
-        )
-    config = load_config(model, trust, options.dtype)
+    tuning = _tuning(options)
+    config = load_config(options.model, trust, options.dtype)
     progress("planning")
     planned = make_entries(options, config)
-    length = window_length([config], options.sequence_length)
-    samples = options.samples
-    if samples is None:
-        # One number for all: the method that needs most decides, or nobody's numbers
-        # are comparable.
-        samples = max(
-            usual_samples(entry.plan, length) for entry in planned.entries
-        )
-    check_samples(samples, length)
-    tokenizer = load_tokenizer(model, trust)
-    source_ids, texts = _read_texts(options, tokenizer, length)
-    ids = torch.cat(source_ids)
-    seeds = range(options.seeds)
-    calibration_sets = [
-        CalibrationSet.of_texts(source_ids, samples, length, seed)
-        for seed in seeds
-    ]
-    dense = load_model(model, options.dtype, trust, device)
+    tokens = _read_tokens(options, planned.entries, config)
+    dense = load_model(options.model, options.dtype, trust, device)
     ffns = find_ffns(dense)
-    check_vocabulary(dense, ids)
+    check_vocabulary(dense, tokens.ids)
     recovery = None
     if tuning is not None:
-        recovery = plan_recovery(tuning, dense, ids, length)
-    evaluation = Evaluation(texts, length, options.max_tokens)
-    dtype = str(dense.dtype).removeprefix("torch.")
-    calibration = {
-        "sources": list(options.calibration),
-        "samples": calibration_sets[0].samples,
-        "sequence_length": length,
-    }
-    settings = {
-        "model": model,
-        "weights": check_weights(ffns, dense),
-        "dtype": dtype,
-        "device": device.type,
-        "calibration": calibration,
-        "calibration_tokens": digest(ids),
-        "texts": evaluation.digests(),
-        "max_tokens": options.max_tokens,
-        "finetune": _finetune_settings(recovery),
-        "speed": options.speed,
-        "versions": _versions(recovery),
-    }
-    check_stream(ffns, calibration_sets[0].windows_NL)
+        recovery = plan_recovery(tuning, dense, tokens.ids, tokens.length)
+    settings = _settings(
+        options, tokens, recovery, check_weights(ffns, dense), dense
+    )
+    first_set = tokens.calibration_sets[0]
+    check_stream(ffns, first_set.windows_NL)
     results = Results.resumed(options, settings)
     results.missing += planned.missing
+    evaluation = tokens.evaluation
     if not results.dense:
         progress("dense: evaluating")
         results.dense = evaluation.perplexities(dense)
         results.write()
+    seeds = range(options.seeds)
     cells = [(entry, seed) for entry in planned.entries for seed in seeds]
     keys = [entry.key(seed) for entry, seed in cells]
     undone = [
@@ -249,17 +211,105 @@ def run_comparison(
         for entry, seed in cells
         if entry.key(seed) not in results.cells
     ]
-    if not undone:
-        return results.finish(keys)
-    dense_seconds = pass_seconds(dense, calibration_sets[0].windows_NL)
-    results.dense_seconds = dense_seconds
-    trials = Trials(
-        dense, ffns, device, evaluation, dense_seconds, recovery, options.speed
+    if undone:
+        dense_seconds = pass_seconds(dense, first_set.windows_NL)
+        results.dense_seconds = dense_seconds
+        trials = Trials(
+            dense,
+            ffns,
+            device,
+            evaluation,
+            dense_seconds,
+            recovery,
+            options.speed,
+        )
+        if recovery is not None and results.tuned_dense is None:
+            progress("dense: fine-tuning")
+            results.tuned_dense = trials.tuned_dense(recovery)
+            results.write()
+        _fill_in(results, undone, trials, tokens.calibration_sets, progress)
+    return results.finish(keys)
+
+
+def _tuning(options: CompareOptions) -> FinetuneOptions | None:
+    """How results are fine-tuned, where they are."""
+    if options.finetune is None:
+        return None
+    return recovery_options(
+        options.model,
+        options.finetune,
+        options.sequence_length,
+        options.distill,
+        options.device,
     )
-    if recovery is not None and results.tuned_dense is None:
-        progress("dense: fine-tuning")
-        results.tuned_dense = trials.tuned_dense(recovery)
-        results.write()
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What all methods see: windows of `length` for each seed, and what is measured on."""
+
+    ids: Tensor  # of all calibration texts
+    length: int
+    calibration_sets: list[CalibrationSet]
+    evaluation: Evaluation
+
+
+def _read_tokens(
+    options: CompareOptions, entries: Sequence[Entry], config: Any
+) -> _Tokens:
+    length = window_length([config], options.sequence_length)
+    samples = options.samples
+    if samples is None:
+        # One number for all: the method that needs most decides, or nobody's numbers
+        # are comparable.
+        samples = max(usual_samples(entry.plan, length) for entry in entries)
+    check_samples(samples, length)
+    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    source_ids, texts = _read_texts(options, tokenizer, length)
+    calibration_sets = [
+        CalibrationSet.of_texts(source_ids, samples, length, seed)
+        for seed in range(options.seeds)
+    ]
+    evaluation = Evaluation(texts, length, options.max_tokens)
+    return _Tokens(torch.cat(source_ids), length, calibration_sets, evaluation)
+
+
+def _settings(
+    options: CompareOptions,
+    tokens: _Tokens,
+    recovery: Recovery | None,
+    weights: str,
+    dense: Any,
+) -> dict[str, Any]:
+    """What cells depend on: a run only goes on with a folder of the same."""
+    calibration = {
+        "sources": list(options.calibration),
+        "samples": tokens.calibration_sets[0].samples,
+        "sequence_length": tokens.length,
+    }
+    return {
+        "model": options.model,
+        "weights": weights,
+        "dtype": str(dense.dtype).removeprefix("torch."),
+        "device": dense.device.type,
+        "calibration": calibration,
+        "calibration_tokens": digest(tokens.ids),
+        "texts": tokens.evaluation.digests(),
+        "max_tokens": options.max_tokens,
+        "finetune": _finetune_settings(recovery),
+        "speed": options.speed,
+        "versions": _versions(recovery),
+    }
+
+
+def _fill_in(
+    results: Results,
+    undone: Sequence[tuple[Entry, int]],
+    trials: Trials,
+    calibration_sets: Sequence[CalibrationSet],
+    progress: Callable[[str], Any],
+) -> None:
+    """A conversion for each cell that is not there yet; written after every one."""
     started = time.perf_counter()
     for done, (entry, seed) in enumerate(undone):
         seconds = time.perf_counter() - started
@@ -275,7 +325,6 @@ def run_comparison(
                 lack = _lack(entry, seed, TUNING, cell.untuned or "")
                 results.missing.append(lack)
         results.write()
-    return results.finish(keys)
 
 
 def _tried(
