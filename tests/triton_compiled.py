@@ -55,12 +55,19 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
-@pytest.mark.parametrize("kind", ["copies", "gates-alone"])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "dtype"),
+    [
+        ("copies", 1, torch.bfloat16),
+        ("copies", 3, torch.float32),
+        ("gates-alone", 1, torch.float32),
+        ("gates-alone", 3, torch.bfloat16),
+    ],
+)
 def test_neurons(kind: str, tokens: int, dtype: torch.dtype, compiled: set[str]) -> None:
-    with_bias = tokens > 1
-    activation = "silu" if with_bias else "gelu_pytorch_tanh"
-    neurons = neurons_of(64, 40, kind, bias=with_bias, activation=activation, dtype=dtype)
+    has_bias = tokens > 1
+    activation = "silu" if has_bias else "gelu_pytorch_tanh"
+    neurons = neurons_of(64, 40, kind, bias=has_bias, activation=activation, dtype=dtype)
     neurons_forward(neurons, inputs_of(neurons, tokens))
     assert compiled == NEURONS
     assert not gpu._failed

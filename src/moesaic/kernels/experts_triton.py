@@ -48,39 +48,40 @@ def experts(
     chosen = index_TK.shape[1]
     h_PM = x_TD.new_empty((tokens * chosen, used), dtype=torch.float32)
     y_TD = torch.empty_like(x_TD)
-    _hidden[(triton.cdiv(used, ROWS), tokens * chosen)](
-        x_TD,
-        first_RND,
-        index_TK,
-        gate_TK,
-        h_PM,
-        hidden,
-        neurons,
-        used,
-        count,
-        chosen,
-        GATED=gated,
-        ACTIVATION=activation,
-        ROWS=ROWS,
-        WIDTH=WIDTH,
-    )
     width = min(triton.next_power_of_2(used), WIDTH)
     rows = TILE // width
-    _output[(triton.cdiv(hidden, rows), tokens)](
-        h_PM,
-        down_RDM,
-        index_TK,
-        y_TD,
-        hidden,
-        used,
-        count,
-        chosen,
-        down_RDM.stride(0),
-        down_RDM.stride(1),
-        down_RDM.stride(2),
-        ROWS=rows,
-        WIDTH=width,
-    )
+    with torch.cuda.device_of(x_TD):  # Triton launches on the current one
+        _hidden[(triton.cdiv(used, ROWS), tokens * chosen)](
+            x_TD,
+            first_RND,
+            index_TK,
+            gate_TK,
+            h_PM,
+            hidden,
+            neurons,
+            used,
+            count,
+            chosen,
+            GATED=gated,
+            ACTIVATION=activation,
+            ROWS=ROWS,
+            WIDTH=WIDTH,
+        )
+        _output[(triton.cdiv(hidden, rows), tokens)](
+            h_PM,
+            down_RDM,
+            index_TK,
+            y_TD,
+            hidden,
+            used,
+            count,
+            chosen,
+            down_RDM.stride(0),
+            down_RDM.stride(1),
+            down_RDM.stride(2),
+            ROWS=rows,
+            WIDTH=width,
+        )
     return y_TD
 
 

@@ -31,22 +31,36 @@ def takes(x_TD: Tensor) -> bool:
 def call(name: str, x_TD: Tensor, *others: Any) -> Tensor | None:
     """What the op `name` of the file NAME_triton.py gives, (T, D).
 
-    None, and the first time a warning with the reason, where it cannot be had.
+    None, and the first time a warning with the reason, where it cannot be had. A graph
+    that torch compiles holds the op, and has no other way when it runs.
     """
-    if name in _failed:
+    if not _is_there(name):
         return None
+    op = getattr(torch.ops.moesaic, name)
     try:
-        module = importlib.import_module(f"moesaic.kernels.{name}_triton")
-        op = getattr(module, name)
-        with torch.cuda.device_of(x_TD):  # Triton launches on the current one
-            y_TD: Tensor = op(x_TD, *others)
+        y_TD: Tensor = op(x_TD, *others)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever it is, the model runs without
-        _failed.add(name)
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        log.warning(
-            "%s run without moesaic's kernel for GPUs: %s", name, reason[-1]
-        )
+        _give_up(name, error)
         return None
     return y_TD
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_there(name: str) -> bool:
+    """Whether the file can be imported, which makes its op one of torch's."""
+    if name not in _failed:
+        try:
+            importlib.import_module(f"moesaic.kernels.{name}_triton")
+        except Exception as error:  # not only where Triton is missing
+            _give_up(name, error)
+    return name not in _failed
+
+
+def _give_up(name: str, error: Exception) -> None:
+    _failed.add(name)
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    log.warning(
+        "%s run without moesaic's kernel for GPUs: %s", name, reason[-1]
+    )

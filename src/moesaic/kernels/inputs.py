@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.kernels import gpu
+
 # By what transformers calls the module; the numbers are those of vectors.h.
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
 
@@ -19,8 +21,8 @@ def is_plain_inference(x_TD: Tensor) -> bool:
     device = x_TD.device.type
     if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
         return False
-    if torch.compiler.is_compiling():
-        return False
+    if torch.compiler.is_compiling() and not gpu.takes(x_TD):
+        return False  # what is not an op of torch stands in no graph
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     return type(x_TD) is Tensor
