@@ -144,6 +144,20 @@ def test_nobody_and_everybody_runs(kind: str) -> None:
     torch.testing.assert_close(by_triton(neurons, x_TD), dense, rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_told_to_be_nothing_has_an_energy_still() -> None:
+    neurons: Any = neurons_of(24, 20, activation="relu")
+    x_TD = inputs_of(neurons, 2)
+    assert (neurons.router.copied(x_TD) == 0).any()
+    outputs = []
+    for bias in (87.0, 88.0):  # on either side of -log(1e-38)
+        neurons.router.selection_bias.fill_(bias)
+        neurons.router.exact_margin.fill_(0.0)
+        outputs.append(by_triton(neurons, x_TD))
+        expected = neurons._part_by_part(x_TD)
+        torch.testing.assert_close(outputs[-1], expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(*outputs)
+
+
 def test_tokens_are_computed_as_if_alone_and_twice_the_same() -> None:
     neurons = neurons_of(40, 35, bias=True)
     x_TD = inputs_of(neurons, 4)

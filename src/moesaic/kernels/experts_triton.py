@@ -131,9 +131,8 @@ def _hidden(
         )
         h_TM = activated(up_TM, ACTIVATION)
     gate = tl.load(gate_P + pair).to(tl.float32)
-    h_TM = tl.where(wanted_M[None, :], h_TM * gate, 0.0)
     to_TM = (pair * used + m_M)[None, :]
-    tl.store(h_PM + to_TM, h_TM, (m_M < used)[None, :])
+    tl.store(h_PM + to_TM, h_TM * gate, wanted_M[None, :])
 
 
 @triton.jit

@@ -319,10 +319,12 @@ def _run(
 ):
     """Adds up what CHUNK listed neurons give, for all tokens; nothing beyond the list."""
     block = tl.program_id(0)
-    place_C = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    listed_C = place_C < tl.load(count_B + block)
+    chunk = tl.program_id(1)
+    count = tl.load(count_B + block)
+    place_C = chunk * CHUNK + tl.arange(0, CHUNK)
+    listed_C = place_C < count
     t_T = tl.arange(0, TOKENS)
-    if tl.program_id(1) * CHUNK < tl.load(count_B + block):
+    if chunk * CHUNK < count:
         at_C = block * BLOCK + place_C
         at_TC = t_T[:, None] * (tl.num_programs(0) * BLOCK) + at_C[None, :]
         listed_TC = listed_C[None, :] & (t_T < tokens)[:, None]
@@ -362,7 +364,7 @@ def _run(
             h_TC = activated(gate_TC, ACTIVATION) * up_TC
         h_TC = tl.where(mark_TC == 2, h_TC, told_TC)
         h_TC = tl.where(mark_TC > 0, h_TC, 0.0)
-        part = block * (BLOCK // CHUNK) + tl.program_id(1)
+        part = block * (BLOCK // CHUNK) + chunk
         to_T = (part.to(tl.int64) * tokens + t_T) * D
         for start in range(0, D, WIDTH):
             d_D = start + tl.arange(0, WIDTH)
