@@ -1,5 +1,5 @@
 """Faster ways to compute what transformers computes, behind its experts interface.
 
-`experts` is the function that transformers calls; `build` compiles and loads
-`experts_cpu.cpp`.
+`experts` is the function that transformers calls; `build` compiles and loads the C++ for
+CPUs, `gpu` calls what is written in Triton.
 """

@@ -1,12 +1,12 @@
-"""Experts on a CPU, as a function that transformers calls ("moesaic").
+"""Experts as a function that transformers calls ("moesaic").
 
     model.set_experts_implementation("moesaic")
 
 does it for any model whose experts stand behind that interface, such as an exported one.
 Models of moesaic's own architecture do it by themselves on a processor with AVX-512 and
-no GPU beside it, and with them the router and the shared expert in the same call. On
-other devices, in training and where there is no compiler it hands over to transformers'
-grouped product.
+no GPU beside it, and with them the router and the shared expert in the same call. On a
+GPU a few tokens at once run by Triton (experts_triton.py). All others, on other devices,
+in training and where there is no compiler, go to transformers' grouped product.
 
 Shape suffixes: T tokens, D hidden_size, R experts, K of them for a token, M neurons of
 one, N rows of an expert's first matrix, S neurons of the shared expert.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moesaic.kernels import gpu
 from moesaic.kernels.build import library
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
@@ -33,6 +34,7 @@ from moesaic.kernels.linears import linear_forward
 from moesaic.kernels.neurons import copy_weight, neurons_forward
 
 NAME = "moesaic"
+FEW_TOKENS = 4  # on a GPU: each reads its experts for itself
 FUNCTIONS = {
     torch.float32: "moesaic_experts_float32",
     torch.bfloat16: "moesaic_experts_bfloat16",
@@ -78,6 +80,10 @@ def experts_forward(
     the FFN has no gate; weights of experts that nobody chose are not read. W_down is
     laid out anew, neuron by neuron, the first time: its values and shape stay.
     """
+    if gpu.takes(hidden_states):
+        y_TD = _on_gpu(experts, hidden_states, top_k_index, top_k_weights)
+        if y_TD is not None:
+            return y_TD
     if not fits(experts, hidden_states):
         grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
         output: Tensor = grouped(
@@ -120,7 +126,38 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
 
 
 def fits(experts: Any, x_TD: Tensor) -> bool:
-    """Whether these experts run by the kernel, on such an input."""
+    """Whether these experts run by the CPU's kernel, on such an input."""
+    if _learns(experts) or _is_offloaded(experts):
+        return False
+    if x_TD.device.type != "cpu" or not _is_usual(experts, x_TD):
+        return False
+    return library() is not None
+
+
+def _on_gpu(
+    experts: Any, x_TD: Tensor, index_TK: Tensor, gate_TK: Tensor
+) -> Tensor | None:
+    """By Triton, few tokens at once; None where this is not for it."""
+    if not 0 < len(x_TD) <= FEW_TOKENS or torch.is_grad_enabled():
+        return None
+    if not _is_usual(experts, x_TD) or _is_offloaded(experts):
+        return None
+    neurons = experts.down_proj.shape[2]
+    return gpu.call(
+        "experts",
+        x_TD.contiguous(),
+        _first_matrix(experts),
+        experts.down_proj,
+        index_TK.contiguous(),
+        gate_TK.contiguous(),
+        min(getattr(experts, "neurons", neurons), neurons),
+        experts.has_gate,
+        ACTIVATIONS[type(experts.act_fn).__name__],
+    )
+
+
+def _is_usual(experts: Any, x_TD: Tensor) -> bool:
+    """Whether the kernels know what these experts do, and how their weights lie."""
     if experts.has_bias or getattr(experts, "is_transposed", False):
         return False
     if not getattr(experts, "is_concatenated", True):
@@ -134,12 +171,11 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
         return False
     if x_TD.dtype not in FUNCTIONS or not is_plain_inference(x_TD):
         return False
-    if _learns(experts) or _is_offloaded(experts):
-        return False
     first_RND = _first_matrix(experts)
     if not can_be_read([first_RND, experts.down_proj], x_TD):
         return False
-    return first_RND.is_contiguous() and library() is not None
+    contiguous: bool = first_RND.is_contiguous()
+    return contiguous
 
 
 def _is_plain(block: Any, x_TD: Tensor) -> bool:

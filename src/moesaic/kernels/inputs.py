@@ -1,4 +1,4 @@
-"""What the kernels can be given: plain tensors on a CPU, outside of training.
+"""What the kernels can be given: plain tensors, outside of training.
 
 Shape suffixes: T tokens, D hidden_size, M neurons.
 """
@@ -10,30 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.kernels import gpu
+
 # By what transformers calls the module; the numbers are those of vectors.h.
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
 
 
 def is_plain_inference(x_TD: Tensor) -> bool:
     """Whether an input is a plain tensor, and nothing else watches what becomes of it."""
-    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    device = x_TD.device.type
+    if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
         return False
+    if torch.compiler.is_compiling() and not gpu.takes(x_TD):
+        return False  # what is not an op of torch stands in no graph
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     return type(x_TD) is Tensor
 
 
 def can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
-    """Whether these lie there as they are, in the input's dtype and width.
+    """Whether these lie beside the input as they are, in its dtype and width.
 
     PEFT and others put something else in their place.
     """
-    if x_TD.device.type != "cpu" or x_TD.ndim != 2:
+    if x_TD.ndim != 2:
         return False
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
             return False
-        if parameter.dtype != x_TD.dtype or parameter.device.type != "cpu":
+        if parameter.dtype != x_TD.dtype or parameter.device != x_TD.device:
             return False
         if x_TD.shape[1] not in parameter.shape[-2:]:
             return False

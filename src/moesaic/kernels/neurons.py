@@ -1,7 +1,8 @@
-"""Neurons chosen one by one, on a CPU, for a few tokens at once: MoesaicNeurons in one call.
+"""Neurons chosen one by one, for a few tokens at once: MoesaicNeurons in one call.
 
 Copies of W_gate and W_up are read in whole, bit plane by bit plane, and of the exact
-matrices the rows of neurons that run. torch has no product of that kind.
+matrices the rows of neurons that run. torch has no product of that kind. On a CPU by
+neurons_cpu.cpp, on a GPU by neurons_triton.py.
 
 Shape suffixes: T tokens, D hidden_size, F neurons, B bits, P bytes of a row of a plane, G
 groups of inputs.
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from moesaic.kernels import gpu
 from moesaic.kernels.build import library
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
@@ -79,6 +81,8 @@ def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
         return None
     if x_TD.dtype not in FUNCTIONS or not is_plain_inference(x_TD):
         return None
+    if gpu.takes(x_TD):
+        return _on_gpu(neurons, x_TD)
     call = _call_of(neurons, x_TD)
     if call is None or _is_watched(neurons):
         return None
@@ -106,6 +110,8 @@ def copy_weight(copy: Any) -> Tensor | None:
     dtype = scales_FG.dtype
     if dtype not in COPY_FUNCTIONS or not is_plain_inference(scales_FG):
         return None
+    if scales_FG.device.type != "cpu":
+        return None
     if not _lies_as(planes_BFP, torch.uint8) or not _lies_as(scales_FG, dtype):
         return None
     compiled = library()
@@ -125,6 +131,20 @@ def copy_weight(copy: Any) -> Tensor | None:
     return weight_FD
 
 
+def _on_gpu(neurons: Any, x_TD: Tensor) -> Tensor | None:
+    """The same by Triton, which waits for no number: exact_margin stays where it is."""
+    tensors = _tensors(neurons)
+    if not _fits(neurons, tensors, x_TD) or _is_watched(neurons):
+        return None
+    return gpu.call(
+        "neurons",
+        x_TD.contiguous(),
+        *(tensors.get(name) for name in _POINTERS[2:]),
+        getattr(neurons.router, "exact_margin", None),
+        ACTIVATIONS[type(neurons.act_fn).__name__],
+    )
+
+
 def _call_of(neurons: Any, x_TD: Tensor) -> _Call | None:
     """The struct for this module, but for its input and output; None where it is not fit.
 
@@ -142,7 +162,7 @@ def _call_of(neurons: Any, x_TD: Tensor) -> _Call | None:
         if known_pointers == pointers and known_dtype == x_TD.dtype:
             return call
     call = None
-    if _fits(neurons, tensors, x_TD):
+    if _fits(neurons, tensors, x_TD) and library() is not None:
         call = _Call(F=len(neurons.up_proj.weight), D=x_TD.shape[1])
         call.activation = ACTIVATIONS[type(neurons.act_fn).__name__]
         if not neurons.router.reads_gates:
@@ -186,7 +206,7 @@ def _tensors(neurons: Any) -> dict[str, Tensor | None]:
 def _fits(
     neurons: Any, tensors: dict[str, Tensor | None], x_TD: Tensor
 ) -> bool:
-    """Whether all parts and tensors are as a conversion makes them, on a CPU."""
+    """Whether all parts and tensors are as a conversion makes them, and together."""
     if not _has_known_parts(neurons):
         return False
     if type(neurons.act_fn).__name__ not in ACTIVATIONS:
@@ -200,9 +220,11 @@ def _fits(
             dtype = torch.float32
         elif name.endswith("planes_BFP"):
             dtype = torch.uint8
-        if tensor is not None and not _lies_as(tensor, dtype):
+        if tensor is None:
+            continue
+        if tensor.device != x_TD.device or not _lies_as(tensor, dtype):
             return False
-    return library() is not None
+    return True
 
 
 def _has_known_parts(neurons: Any) -> bool:
@@ -237,7 +259,5 @@ def _is_watched(neurons: Any) -> bool:
 
 
 def _lies_as(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether it lies in the CPU's memory row by row."""
-    if tensor.dtype != dtype or tensor.device.type != "cpu":
-        return False
-    return tensor.is_contiguous()
+    """Whether it lies in memory row by row."""
+    return tensor.dtype == dtype and tensor.is_contiguous()

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .moe_config_moesaic import BlockConfig, Sizes
 from .neuron_routers_moesaic import new_neuron_router
+from .projections_moesaic import ALONE
 from .replacement_moesaic import MoesaicReplacement, own_kernels
 
 FEW_TOKENS = 2  # up to which pairs are computed one by one on a CPU
@@ -28,8 +29,8 @@ class MoesaicNeurons(MoesaicReplacement):
 
     W_down is kept transposed: a row of it belongs to a neuron. With a router of copies
     h is theirs where a neuron runs and is not exact. Rows only matter where they are
-    asked for: the package's kernel reads no others, for a few tokens on a CPU. Without
-    it, in float32, FEW_TOKENS are multiplied with those only; elsewhere all rows are,
+    asked for: the package's kernels read no others, for a few tokens. Without them, in
+    float32 on a CPU, FEW_TOKENS are multiplied with those only; elsewhere all rows are,
     and masked.
     """
 
@@ -40,6 +41,7 @@ class MoesaicNeurons(MoesaicReplacement):
         hidden = block.hidden_size
         neurons = sizes.num_routed
         bias = block.bias
+        self.config = ALONE
         self.block = block
         self.sizes = sizes
         self.gate_proj = nn.Linear(hidden, neurons, bias=bias)
@@ -59,7 +61,7 @@ class MoesaicNeurons(MoesaicReplacement):
 
     def _at_once(self, x_TD: Tensor) -> Tensor | None:
         """By the package's kernel, where there is one for this on such a machine."""
-        own = own_kernels()
+        own = own_kernels(self.config)
         if self.view is not None or own is None:
             return None
         y_TD: Tensor | None = own.neurons(self, x_TD)

@@ -1,0 +1,66 @@
+"""Where kernels in Triton run, and what becomes of a call that they cannot take.
+
+They are for GPUs. With TRITON_INTERPRET=1 Triton reads them line by line, slowly, on
+tensors of a CPU: so they are tested.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+# Kernels that could not be imported or compiled: said once, and not tried again.
+_failed: set[str] = set()
+
+
+def takes(x_TD: Tensor) -> bool:
+    """Whether Triton runs where this tensor lies."""
+    if x_TD.device.type == "cuda":
+        return True
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    return interprets and x_TD.device.type == "cpu"
+
+
+def call(name: str, x_TD: Tensor, *others: Any) -> Tensor | None:
+    """What the op `name` of the file NAME_triton.py gives, (T, D).
+
+    None, and the first time a warning with the reason, where it cannot be had. A graph
+    that torch compiles holds the op, and has no other way when it runs.
+    """
+    if not _is_there(name):
+        return None
+    op = getattr(torch.ops.moesaic, name)
+    try:
+        y_TD: Tensor = op(x_TD, *others)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever it is, the model runs without
+        _give_up(name, error)
+        return None
+    return y_TD
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_there(name: str) -> bool:
+    """Whether the file can be imported, which makes its op one of torch's."""
+    if name not in _failed:
+        try:
+            importlib.import_module(f"moesaic.kernels.{name}_triton")
+        except Exception as error:  # not only where Triton is missing
+            _give_up(name, error)
+    return name not in _failed
+
+
+def _give_up(name: str, error: Exception) -> None:
+    _failed.add(name)
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    log.warning(
+        "%s run without moesaic's kernel for GPUs: %s", name, reason[-1]
+    )

@@ -1,0 +1,342 @@
+"""Kernels in Triton, read line by line on a CPU: test_triton_kernels.py runs this."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+from moesaic.kernels import gpu
+from moesaic.kernels.experts import FEW_TOKENS, experts_forward
+from moesaic.kernels.inputs import ACTIVATIONS
+from moesaic.kernels.neurons import neurons_forward
+from moesaic.modeling import GROUP
+from tests import reference
+from tests.random_neurons import inputs_of, neurons_of, set_thresholds
+from tests.test_kernels import block_of, matrices_of
+
+assert os.environ["TRITON_INTERPRET"] == "1"  # or nothing here would run by Triton
+# NumPy minds an infinity on the way to a sigmoid of 0, a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+# Hidden size, neurons: whole groups of 64 inputs and blocks of 32 neurons, or not.
+SHAPES = [(64, 64), (7, 3), (72, 45), (136, 33)]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+# Of an expert, experts, that run, hidden size.
+EXPERTS = [(12, 9, 4, 40), (1, 3, 2, 8), (34, 4, 2, 72), (260, 2, 1, 8)]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_fails(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Every result is Triton's own: no other way was taken unseen."""
+    monkeypatch.setattr(gpu, "_failed", set())
+    with caplog.at_level(logging.WARNING, "moesaic.kernels.gpu"):
+        yield
+    assert not caplog.records
+
+
+# --- neurons -----------------------------------------------------------------------------------
+
+
+def by_triton(neurons: Any, x_TD: Tensor) -> Tensor:
+    y_TD = neurons_forward(neurons, x_TD)
+    assert y_TD is not None
+    assert y_TD.dtype == x_TD.dtype
+    return y_TD
+
+
+def biases(neurons: Any) -> Any:
+    count = neurons.sizes.num_routed
+    gate = neurons.gate_proj.bias
+    if gate is None:
+        return torch.zeros(count), torch.zeros(count), neurons.down_proj.bias
+    return gate, neurons.up_proj.bias, neurons.down_proj.bias
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [*zip(SHAPES, [4, 2, 3, 1], strict=True)])
+def test_copies_equal_the_loop(shape: tuple[int, int], tokens: int) -> None:
+    bits = 2 + tokens % 3
+    neurons: Any = neurons_of(*shape, bits=bits, bias=tokens > 2)
+    router = neurons.router
+    if tokens > 2:  # the loop knows no biases of the copies' own
+        router.gate_copy.bias.copy_(neurons.gate_proj.bias)
+        router.up_copy.bias.copy_(neurons.up_proj.bias)
+        set_thresholds(neurons, neurons.sizes.num_active)
+    x_TD = inputs_of(neurons, 32)[:tokens]
+    copies = [
+        reference.copied_rows(copy.planes, copy.scales, shape[0], GROUP)
+        for copy in (router.gate_copy, router.up_copy)
+    ]
+    weights = (neurons.gate_proj.weight, neurons.up_proj.weight, neurons.down_proj.weight.T)
+    expected, kind_TF = reference.copied_neurons_block(
+        x_TD,
+        weights,
+        biases(neurons),
+        (copies[0], copies[1]),
+        router.selection_bias,
+        float(router.exact_margin),
+    )
+    assert len(set(kind_TF.flatten())) == 3 or shape == (7, 3)  # skipped, copied, exact
+    found = by_triton(neurons, x_TD)
+    torch.testing.assert_close(found.double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [*zip(SHAPES, [1, 3, 2, 4], strict=True)])
+def test_gates_equal_the_loop(shape: tuple[int, int], tokens: int) -> None:
+    neurons: Any = neurons_of(*shape, "gates-alone")
+    neurons.down_proj.bias.zero_()
+    bias = float(neurons.router.selection_bias.mean())
+    neurons.router.selection_bias.fill_(bias)
+    ffn = SimpleNamespace(
+        gate_FD=neurons.gate_proj.weight,
+        up_FD=neurons.up_proj.weight,
+        down_DF=neurons.down_proj.weight.T,
+    )
+    x_TD = inputs_of(neurons, 32)[:tokens]
+    threshold = torch.tensor(-bias / 2).exp()
+    expected = reference.cats(x_TD, ffn, float(threshold))
+    assert expected.any()
+    found = by_triton(neurons, x_TD)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["copies", "gates-alone"])
+@pytest.mark.parametrize("activation", ["relu", "gelu_pytorch_tanh", "silu"])
+def test_formats_biases_and_activations(activation: str, kind: str, dtype: torch.dtype) -> None:
+    neurons = neurons_of(72, 45, kind, bias=True, activation=activation, dtype=dtype)
+    x_TD = inputs_of(neurons, 32)[:2]
+    found = by_triton(neurons, x_TD)
+    # In float64, so that only the kernel rounds.
+    expected = neurons.double()._part_by_part(x_TD.double())
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["copies", "gates-alone"])
+def test_nobody_and_everybody_runs(kind: str) -> None:
+    neurons: Any = neurons_of(40, 70, kind)
+    x_TD = inputs_of(neurons, 2)
+    neurons.router.selection_bias.fill_(-200.0)
+    expected = neurons.down_proj.bias.expand(2, -1)
+    torch.testing.assert_close(by_triton(neurons, x_TD), expected)
+    neurons.router.selection_bias.fill_(200.0)
+    if kind == "copies":
+        neurons.router.exact_margin.fill_(0.0)
+    gate_TF = nn.functional.silu(neurons.gate_proj(x_TD))
+    dense = neurons.down_proj(gate_TF * neurons.up_proj(x_TD))
+    torch.testing.assert_close(by_triton(neurons, x_TD), dense, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_told_to_be_nothing_has_an_energy_still() -> None:
+    neurons: Any = neurons_of(24, 20, activation="relu")
+    x_TD = inputs_of(neurons, 2)
+    assert (neurons.router.copied(x_TD) == 0).any()
+    outputs = []
+    for bias in (87.0, 88.0):  # on either side of -log(1e-38)
+        neurons.router.selection_bias.fill_(bias)
+        neurons.router.exact_margin.fill_(0.0)
+        outputs.append(by_triton(neurons, x_TD))
+        expected = neurons._part_by_part(x_TD)
+        torch.testing.assert_close(outputs[-1], expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(*outputs)
+
+
+def test_tokens_are_computed_as_if_alone_and_twice_the_same() -> None:
+    neurons = neurons_of(40, 35, bias=True)
+    x_TD = inputs_of(neurons, 4)
+    together = by_triton(neurons, x_TD)
+    assert torch.equal(by_triton(neurons, x_TD), together)
+    alone = [by_triton(neurons, x_TD[t : t + 1]) for t in range(4)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
+    x_TD[1] = torch.nan  # scores no neuron above zero, and is nothing to the others
+    found = by_triton(neurons, x_TD)
+    torch.testing.assert_close(found, neurons._part_by_part(x_TD), rtol=1e-5, atol=1e-6)
+
+
+def test_who_is_turned_away() -> None:
+    neurons: Any = neurons_of(40, 33)
+    x_TD = inputs_of(neurons, 5)
+    assert neurons_forward(neurons, x_TD) is None
+    x_TD = x_TD[:2]
+    assert neurons_forward(neurons, x_TD) is not None
+    assert neurons_forward(neurons, x_TD.double()) is None
+    with torch.enable_grad():
+        assert neurons_forward(neurons, x_TD) is None
+    with torch.autocast("cpu"):
+        assert neurons_forward(neurons, x_TD) is None
+    handle = neurons.router.register_forward_hook(lambda *_: None)
+    assert neurons_forward(neurons, x_TD) is None
+    handle.remove()
+    neurons.router.selection_bias = neurons.router.selection_bias.double()
+    assert neurons_forward(neurons, x_TD) is None
+
+
+def test_a_model_that_asks_for_it_has_it() -> None:
+    neurons: Any = neurons_of(40, 33)
+    neurons.set_config(SimpleNamespace(_experts_implementation="moesaic"))
+    x_TD = inputs_of(neurons, 2)
+    assert torch.equal(neurons(x_TD[None])[0], by_triton(neurons, x_TD))
+
+
+# --- experts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [*zip(EXPERTS, [3, 2, 2, 1], strict=True)])
+def test_experts_equal_the_double_loop(shape: tuple[int, int, int, int], tokens: int) -> None:
+    block = block_of((1, *shape))
+    x_TD = torch.randn(tokens, shape[-1])
+    index_TK, gate_TK = block.router(x_TD)
+    _, experts = matrices_of(block)
+    expected = reference.moe_forward(x_TD, None, experts, index_TK, gate_TK)
+    found = experts_forward(block.experts, x_TD, index_TK, gate_TK)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(experts_forward(block.experts, x_TD, index_TK, gate_TK), found)
+    assert block.experts.down_proj.is_contiguous()  # or the CPU's kernel had it
+    # However W_down lies, as after the CPU's kernel.
+    down = block.experts.down_proj
+    down.data = down.data.mT.contiguous().mT
+    assert torch.equal(experts_forward(block.experts, x_TD, index_TK, gate_TK), found)
+
+
+@pytest.mark.parametrize(("gated", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu_pytorch_tanh"])
+def test_experts_of_all_kinds(activation: str, gated: bool, dtype: torch.dtype) -> None:
+    block = block_of((1, 12, 9, 4, 40), dtype, activation, gated)
+    x_TD = torch.randn(1, 40).to(dtype)
+    index_TK, gate_TK = block.router(x_TD)
+    found = experts_forward(block.experts, x_TD, index_TK, gate_TK)
+    assert found.dtype == dtype
+    block.double().experts.config._experts_implementation = "eager"
+    expected = block.experts(x_TD.double(), index_TK, gate_TK.double())
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[dtype]
+
+
+def test_an_index_beyond_the_experts_is_nobodys() -> None:
+    block = block_of((1, 12, 9, 4, 40))
+    x_TD = torch.randn(FEW_TOKENS, 40)
+    index_TK, gate_TK = block.router(x_TD)
+    fewer = experts_forward(block.experts, x_TD, index_TK[:, 1:], gate_TK[:, 1:])
+    index_TK[:, 0] = torch.tensor([9, -1, 10**9, -(10**9)])
+    gate_TK[:, 0] = torch.nan  # nor is its gate anything
+    found = experts_forward(block.experts, x_TD, index_TK, gate_TK)
+    torch.testing.assert_close(found, fewer)
+
+
+def test_a_stock_model_takes_it_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Glm4MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        first_k_dense_replace=0,
+        n_group=1,
+        topk_group=1,
+    )
+    model = Glm4MoeForCausalLM(config).eval()
+    prompt = torch.arange(7)[None]
+    expected = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    calls = []
+    call = gpu.call
+    monkeypatch.setattr(gpu, "call", lambda *given: calls.append(given[0]) or call(*given))
+    model.set_experts_implementation("moesaic")
+    assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
+    assert calls == 4 * ["experts"]  # two layers, two tokens; the prompt is too long
+
+
+# --- as ops of torch ---------------------------------------------------------------------------
+
+
+def given_to_neurons(kind: str) -> list[Any]:
+    neurons: Any = neurons_of(24, 5, kind, bias=kind == "copies")
+    router = neurons.router
+    given: list[Any] = [
+        inputs_of(neurons, 2),
+        neurons.gate_proj.weight,
+        neurons.up_proj.weight,
+        neurons.down_proj.weight,
+        neurons.gate_proj.bias,
+        neurons.up_proj.bias,
+        neurons.down_proj.bias,
+    ]
+    if kind == "copies":
+        copies = (router.gate_copy, router.up_copy)
+        for name in ("planes", "scales", "bias"):
+            given += [getattr(copy, name) for copy in copies]
+        given += [router.selection_bias, router.exact_margin]
+    else:
+        given += [None] * 6 + [router.selection_bias, None]
+    return [*given, ACTIVATIONS["SiLU"]]
+
+
+def given_to_experts() -> list[Any]:
+    block = block_of((1, 5, 3, 2, 8))
+    x_TD = torch.randn(2, 8)
+    experts = block.experts
+    return [x_TD, experts.gate_up_proj, experts.down_proj, *block.router(x_TD), 5, True, 0]
+
+
+OPS = [
+    ("neurons", lambda: given_to_neurons("copies")),
+    ("neurons", lambda: given_to_neurons("gates-alone")),
+    ("experts", given_to_experts),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), OPS)
+def test_torch_can_reason_about_the_op(name: str, given: Any) -> None:
+    arguments = given()
+    assert gpu.call(name, *arguments) is not None  # which also registers it
+    op = getattr(torch.ops.moesaic, name).default
+    torch.library.opcheck(op, arguments)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        shape = op(*fakes).shape
+    assert shape == arguments[0].shape
+
+
+def test_a_compiled_graph_holds_the_ops() -> None:
+    neurons: Any = neurons_of(24, 5)
+    neurons.set_config(SimpleNamespace(_experts_implementation="moesaic"))
+    x_TD = inputs_of(neurons, 2)
+    experts = block_of((1, 5, 3, 2, 24)).experts
+    index_TK = torch.tensor([[0, 2], [1, 0]])
+    gate_TK = torch.rand(2, 2)
+
+    def both() -> Tensor:
+        return neurons(x_TD) + experts(x_TD, index_TK, gate_TK)
+
+    expected = both()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    assert torch.equal(torch.compile(both, backend=backend, fullgraph=True)(), expected)
+    (graph,) = graphs
+    targets = [node.target for node in graph.graph.nodes]
+    assert torch.ops.moesaic.neurons in targets
+    assert torch.ops.moesaic.experts in targets

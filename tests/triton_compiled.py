@@ -1,0 +1,83 @@
+"""Kernels in Triton, compiled for a GPU that is not there: test_triton_kernels.py runs this.
+
+Triton's compiler refuses much that reading line by line lets pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from moesaic.kernels import gpu
+from moesaic.kernels.experts import experts_forward
+from moesaic.kernels.neurons import neurons_forward
+from tests.random_neurons import inputs_of, neurons_of
+from tests.test_kernels import block_of
+
+NEURONS = {"_choose", "_run", "_add"}
+EXPERTS = {"_hidden", "_output"}
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the kernels that were compiled for an A100; none is launched."""
+    target = GPUTarget("cuda", 80, 32)
+    no_gpu = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    names = set()
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *given: Any, **named: Any) -> Any:
+        made = run(kernel, *given, **(named | {"warmup": True}))
+        assert ".target sm_80" in made.asm["ptx"]
+        assert made.asm["cubin"]
+        names.add(kernel.__name__)
+        return made
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", no_gpu)
+    monkeypatch.setattr(gpu, "takes", lambda x_TD: True)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "dtype"),
+    [
+        ("copies", 1, torch.bfloat16),
+        ("copies", 3, torch.float32),
+        ("gates-alone", 1, torch.float32),
+        ("gates-alone", 3, torch.bfloat16),
+    ],
+)
+def test_neurons(kind: str, tokens: int, dtype: torch.dtype, compiled: set[str]) -> None:
+    has_bias = tokens > 1
+    activation = "silu" if has_bias else "gelu_pytorch_tanh"
+    neurons = neurons_of(64, 40, kind, bias=has_bias, activation=activation, dtype=dtype)
+    neurons_forward(neurons, inputs_of(neurons, tokens))
+    assert compiled == NEURONS
+    assert not gpu._failed
+
+
+@pytest.mark.parametrize(("gated", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_experts(gated: bool, dtype: torch.dtype, compiled: set[str]) -> None:
+    block = block_of((1, 12, 9, 4, 40), dtype, "relu", gated)
+    x_TD = torch.randn(1, 40, dtype=dtype)
+    index_TK, gate_TK = block.router(x_TD)
+    experts_forward(block.experts, x_TD, index_TK, gate_TK)
+    assert compiled == EXPERTS
+    assert not gpu._failed
