@@ -85,6 +85,18 @@ def load_layer(
     return _load(draft, layer, prefixes, empty)
 
 
+def unfilled_layer(
+    layer: int, report: LayerReport, moe: MoEConfig, device: torch.device
+) -> SavedLayer:
+    """A finished layer that another process has, to be filled with its weights."""
+    moe_of_layer = moe.with_whole(layer, report.whole_experts)
+    replacements = _empty(moe_of_layer, layer)
+    for replacement in replacements:
+        replacement.to_empty(device=device)
+        replacement.eval()
+    return SavedLayer(replacements, report)
+
+
 def load_linears(
     draft: Path,
     layer: int,
