@@ -193,6 +193,12 @@ def check_processes(
             f"method {method.name!r} replaces no FFNs, and several processes share the "
             "conversion of FFNs only; run it as one process"
         )
+    router = plan.moe.router
+    if router is not None and router.prompt is not None:
+        raise MoesaicError(
+            f"method {method.name!r} takes the windows that lie side by side for one "
+            "prompt, and several processes would lay them otherwise; run it as one process"
+        )
     if plan.moe.outer is not None:
         raise MoesaicError(
             f"{model} is a mixture of experts, whose conversion {count} processes "

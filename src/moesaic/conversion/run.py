@@ -381,13 +381,17 @@ class Run:
         replacements: Sequence[Any],
         report: LayerReport,
     ) -> None:
-        """Into the draft, if there is one. A model on the CPU then reads them from it."""
-        if self.draft is None:
-            return
-        save_layer(self.draft, layer, prefixes, replacements, report)
+        """Into the draft, if there is one. A model on the CPU then reads them from it.
+
+        So do other processes that see the file.
+        """
+        share = self.stream.share
+        if self.draft is not None:
+            save_layer(self.draft, layer, prefixes, replacements, report)
+        draft, report = share.agreed((self.draft, report))
         home = next(self._base.parameters()).device
-        if home.type == "cpu":
-            read_from_draft(self.draft, layer, prefixes, replacements)
+        if draft is not None and home.type == "cpu":
+            read_from_draft(draft, layer, prefixes, replacements, report)
         self.clock("write")
 
     def _install(self, layer: int, module: nn.Module) -> None:
