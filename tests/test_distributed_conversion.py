@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,28 +58,31 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tiny model and a text."""
-    folder = tmp_path_factory.mktemp("found")
-    dense_model("llama").save_pretrained(folder / "dense")
-    tokenizer().save_pretrained(folder / "dense")
-    text = "the cat sat in a hat and the rat in a bin, the sun is hot. " * 200
-    (folder / "text.txt").write_text(text)
+def folder(tmp_path_factory: pytest.TempPathFactory, shown: Path) -> Path:
+    """With a tiny model and a text, and what two processes found and said."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # the workers of one run share it
+    folder = base / "two_conversions"
+    with FileLock(base / "two_conversions.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            dense_model("llama").save_pretrained(folder / "dense")
+            tokenizer().save_pretrained(folder / "dense")
+            text = "the cat sat in a hat and the rat in a bin, the sun is hot. " * 200
+            (folder / "text.txt").write_text(text)
+            done = torchrun("-m", "tests.two_conversions", folder, shown)
+            (folder / "stdout").write_text(done.stdout)
+            (folder / "stderr").write_text(done.stderr)
     return folder
 
 
 @pytest.fixture(scope="module")
-def done(folder: Path, shown: Path) -> subprocess.CompletedProcess[str]:
-    """Two processes have found what they find."""
-    done = torchrun("-m", "tests.two_conversions", folder, shown)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path, done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """What each of them found."""
-    return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(PROCESSES)]
+def found(folder: Path) -> list[dict[str, Any]]:
+    """What each of the two found."""
+    paths = [folder / f"{place}.pt" for place in range(PROCESSES)]
+    assert all(path.is_file() for path in paths), (folder / "stderr").read_text()[-3000:]
+    return [torch.load(path, weights_only=False) for path in paths]
 
 
 def assert_close(two: Any, one: Any, path: str = "") -> None:
@@ -171,10 +175,11 @@ def test_a_process_that_has_ended_is_no_hang(found: list[dict[str, Any]]) -> Non
 
 
 def test_the_command_writes_and_speaks_once(
-    folder: Path, done: subprocess.CompletedProcess[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert done.stdout.count("written to") == 1
-    assert done.stderr.count("converting layers") == 1
+    assert len(found) == PROCESSES
+    assert (folder / "stdout").read_text().count("written to") == 1
+    assert (folder / "stderr").read_text().count("converting layers") == 1
     assert (folder / "commanded" / "report.html").is_file()
     assert not list(folder.glob("*.partial*"))
     monkeypatch.setattr(sys, "argv", sys.argv)
