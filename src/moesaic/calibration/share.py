@@ -122,9 +122,15 @@ class Share:
         if self.processes == 1:
             return
         for tensor in chain(module.parameters(), module.buffers()):
-            sent = tensor.data.to(self.device, copy=True).contiguous()
-            self._send(sent, 0)
-            tensor.data = sent.to(tensor.device)
+            here = tensor.data
+            if self.is_first:
+                self._send(here.to(self.device).contiguous(), 0)
+            else:
+                sent = torch.empty(
+                    here.shape, dtype=here.dtype, device=self.device
+                )
+                self._send(sent, 0)
+                tensor.data = sent.to(here.device)
 
     def check_same(self, inputs: dict[str, object]) -> None:
         """Raises MoesaicError where processes were given different inputs."""
@@ -231,13 +237,6 @@ class Rows:
     def whole(self) -> Tensor:
         """The rows of all processes (T, ...), in their order."""
         return self.share.gathered(self.blocks())
-
-    def total(self, partial: Tensor | float) -> Tensor:
-        """A sum over the rows of all processes, from that over this one's own.
-
-        A process without rows has the number 0.
-        """
-        return self.share.total_of(partial)
 
 
 def every(

@@ -29,7 +29,7 @@ def directions(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
         gram_DD = gram_DD + centred_TD.T @ centred_TD
         tokens += len(x_TD)
     tokens_of_all = rows.share.total(tokens)
-    covariance_DD = rows.total(gram_DD).double() / tokens_of_all
+    covariance_DD = rows.share.total_of(gram_DD).double() / tokens_of_all
     variance_C, axes_DC = largest_axes(covariance_DD, count)
     std_C = variance_C.clamp(min=1e-12).sqrt()
     varies_C = variance_C > 1e-10 * variance_C[0]

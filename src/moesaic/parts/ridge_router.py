@@ -45,7 +45,7 @@ class Ridge:
             gram_PP = gram_PP + centred_TP.T @ centred_TP
             norm = torch.linalg.vector_norm(phi_TP)
             energy += norm.double().square()
-        gram_PP = rows.total(gram_PP)
+        gram_PP = rows.share.total_of(gram_PP)
         energy = rows.share.total(float(energy))
 
         gram_PP = gram_PP.double()
@@ -67,7 +67,7 @@ class Ridge:
             block_TR = target_TR[start:end]
             cross_PR = cross_PR + centred_TP.T @ block_TR
             start = end
-        cross_PR = rows.total(cross_PR)
+        cross_PR = rows.share.total_of(cross_PR)
         weight_PR = torch.cholesky_solve(cross_PR.double(), self.factor_PP)
         return weight_PR.float()
 
@@ -91,7 +91,7 @@ def mean_of(rows: Rows) -> Tensor:
     for phi_TP in rows.blocks():
         sum_P = sum_P + phi_TP.sum(0, dtype=torch.float64)
         tokens += len(phi_TP)
-    mean_P = rows.total(sum_P) / rows.share.total(tokens)
+    mean_P = rows.share.total_of(sum_P) / rows.share.total(tokens)
     return mean_P.float()
 
 
