@@ -71,7 +71,7 @@ def test_whole_windows_are_held_out_where_there_are_eight(windows: int, held: in
     x_TD, inputs = inputs_of(windows * 16, 48, True, window=16)
     assert torch.equal(joined(inputs.heldout()), x_TD[-held:])
     assert torch.equal(joined(inputs.fit()), x_TD[:-held])
-    assert torch.equal(joined(inputs.all()), x_TD)
+    assert torch.equal(joined(inputs.own()), x_TD)
 
 
 @pytest.mark.parametrize("hold_out", [True, False])

@@ -6,7 +6,6 @@ Shape suffixes: T tokens, D hidden_size, P features, R routed experts, C directi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from moesaic.calibration.share import Rows
 from moesaic.parts import ridge_router
 from moesaic.parts.directions import directions
 from moesaic.parts.ridge_router import RIDGE, STEPS, Ridge, fit_linear_router, log_energy
@@ -24,8 +24,8 @@ Array = NDArray[np.float64]
 either = pytest.mark.parametrize("absolute", [True, False])
 
 
-def blocks_of(phi: Array | torch.Tensor, size: int = 1000) -> Callable[[], list[torch.Tensor]]:
-    return lambda: list(torch.as_tensor(phi).float().split(size))
+def rows_of(phi: Array | torch.Tensor, size: int = 1000) -> Rows:
+    return Rows(lambda: torch.as_tensor(phi).float().split(size))
 
 
 def energies(tokens: int, experts: int, seed: int, tail: float = 1.0) -> tuple[Array, Array]:
@@ -40,7 +40,7 @@ def energies(tokens: int, experts: int, seed: int, tail: float = 1.0) -> tuple[A
 
 def fitted(phi_TP: Array, energy_TR: Array, absolute: bool, size: int = 1000) -> Array:
     energy = torch.from_numpy(energy_TR).float()
-    weight_RP = fit_linear_router(blocks_of(phi_TP, size), energy, absolute)
+    weight_RP = fit_linear_router(rows_of(phi_TP, size), energy, absolute)
     assert weight_RP.shape == (energy_TR.shape[1], phi_TP.shape[1])
     assert torch.isfinite(weight_RP).all()
     return weight_RP.double().numpy()
@@ -64,15 +64,15 @@ def deviance(phi_TP: Array, energy_TR: Array, weight_RP: Array, absolute: bool) 
 @pytest.mark.parametrize("ridge", [RIDGE, 1.0])
 def test_ridge_equals_lstsq_on_the_augmented_system(absolute: bool, ridge: float) -> None:
     phi_TP, target_TR = energies(80, 5, seed=0)
-    solver = Ridge.of(blocks_of(phi_TP), centre=absolute, ridge=ridge)
-    given = solver.solve(blocks_of(phi_TP), torch.from_numpy(target_TR).float())
+    solver = Ridge.of(rows_of(phi_TP), centre=absolute, ridge=ridge)
+    given = solver.solve(rows_of(phi_TP), torch.from_numpy(target_TR).float())
     if absolute:
         phi_TP = phi_TP - phi_TP.mean(axis=0)
     damping = ridge * float((phi_TP**2).sum(axis=0).mean())
     expected = reference.damped_lstsq(phi_TP, target_TR, damping)
     np.testing.assert_allclose(given.numpy(), expected, rtol=1e-4, atol=1e-5)
     mean_P = 0.0 if solver.mean_P is None else solver.mean_P.numpy()
-    scores = solver.scores(blocks_of(phi_TP + mean_P), given)
+    scores = solver.scores(rows_of(phi_TP + mean_P), given)
     np.testing.assert_allclose(scores.numpy(), phi_TP @ expected, rtol=1e-3, atol=1e-4)
 
 
@@ -199,8 +199,8 @@ def test_the_scale_of_all_energies_does_not_matter(absolute: bool) -> None:
 def test_features_that_are_centred_already_are_not_centred_again() -> None:
     phi_TP, energy_TR = energies(300, 5, seed=9)
     energy = torch.from_numpy(energy_TR).float()
-    expected = fit_linear_router(blocks_of(phi_TP), energy, True)
-    given = fit_linear_router(blocks_of(phi_TP - phi_TP.mean(axis=0)), energy, True, True)
+    expected = fit_linear_router(rows_of(phi_TP), energy, True)
+    given = fit_linear_router(rows_of(phi_TP - phi_TP.mean(axis=0)), energy, True, True)
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -258,7 +258,7 @@ def simulated_inputs(tokens: int = 500) -> Array:
 @pytest.mark.parametrize("size", [17, 1000])
 def test_directions_are_numpy_s_principal_axes_at_unit_variance(count: int, size: int) -> None:
     x_TD = simulated_inputs().astype(np.float32).astype(float)
-    weight_CD, bias_C = directions(blocks_of(x_TD, size), count)
+    weight_CD, bias_C = directions(rows_of(x_TD, size), count)
     _, _, axes_DD = np.linalg.svd(x_TD - x_TD.mean(axis=0), full_matrices=False)
     z_TC = x_TD @ weight_CD.double().numpy().T + bias_C.double().numpy()
     np.testing.assert_allclose(z_TC.mean(axis=0), 0, atol=1e-3)
@@ -274,14 +274,14 @@ def test_axes_without_variance_are_zero() -> None:
     x_TD = simulated_inputs()
     flat_TD = np.zeros_like(x_TD)
     flat_TD[:, 1], flat_TD[:, 4] = x_TD[:, 1], x_TD[:, 4]
-    weight_CD, bias_C = directions(blocks_of(flat_TD), 4)
+    weight_CD, bias_C = directions(rows_of(flat_TD), 4)
     assert (weight_CD.norm(dim=1) > 0).tolist() == [True, True, False, False]
     assert (bias_C[2:] == 0).all()
 
 
 @pytest.mark.parametrize("x_TD", [np.zeros((50, 6)), np.full((50, 6), 3.3), np.ones((1, 6))])
 def test_inputs_that_never_vary_give_finite_directions(x_TD: Array) -> None:
-    weight_CD, bias_C = directions(blocks_of(x_TD), 3)
+    weight_CD, bias_C = directions(rows_of(x_TD), 3)
     assert torch.isfinite(weight_CD).all()
     assert torch.isfinite(bias_C).all()
 
@@ -292,13 +292,13 @@ def test_products_of_directions_follow_energies_that_no_linear_score_can() -> No
     x_TD, axes_RD = random.normal(size=(4000, 6)), random.normal(size=(8, 6))
     energy_TR = torch.from_numpy((x_TD @ axes_RD.T) ** 2).float()
     x_TD = torch.from_numpy(x_TD).float()
-    weight_CD, bias_C = directions(lambda: [x_TD], 6)
+    weight_CD, bias_C = directions(rows_of(x_TD), 6)
     z_TC = x_TD @ weight_CD.T + bias_C
     i, j = np.triu_indices(6)
     quadratic_TP = torch.cat([x_TD, z_TC[:, i] * z_TC[:, j]], dim=1)
 
     def kept(phi_TP: torch.Tensor) -> float:
-        score_TR = phi_TP @ fit_linear_router(lambda: [phi_TP], energy_TR, absolute=False).T
+        score_TR = phi_TP @ fit_linear_router(rows_of(phi_TP), energy_TR, absolute=False).T
         chosen_TK = score_TR.topk(2, dim=1).indices
         best = energy_TR.topk(2, dim=1).values.sum()
         return float(energy_TR.gather(1, chosen_TK).sum() / best)

@@ -10,6 +10,10 @@ class MoesaicError(ValueError):
     """Bad input: one line with the values, the rule they break and the next step."""
 
 
+class LostError(RuntimeError):
+    """Another process of the same run has ended. What is finished is kept."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> MoesaicError:
     """The error for a name that is not in `known`, with the nearest names suggested."""
     names = sorted(known)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.calibration.share import Share
 from moesaic.errors import MoesaicError
 
 HELD_OUT = 8  # one token in so many, the last ones, is not fitted on
@@ -38,6 +39,22 @@ class Split:
     def can_hold_out(self) -> bool:
         """Whether there are enough tokens to leave some out of a fit."""
         return self.tokens >= HELD_OUT
+
+
+@dataclass(frozen=True)
+class Part:
+    """The windows that one of several processes holds.
+
+    `first` is the place of its first token among all, `to_fit` how many of its tokens
+    come before the first that is held out, and `first_heldout` the place of its first
+    one of those among them.
+    """
+
+    share: Share
+    window_N: list[int]  # their numbers
+    first: int
+    to_fit: int
+    first_heldout: int
 
 
 @dataclass(frozen=True)
@@ -146,6 +163,34 @@ class CalibrationSet:
     def split(self) -> Split:
         """The same cut, by token."""
         return Split.last_eighth(self.tokens, self.length)
+
+    def part(self, share: Share, hold_out: bool) -> Part:
+        """The windows of this process, in their order.
+
+        Those that are held out are shared apart from the others, where they are read
+        apart from them: all processes have something to do at any time.
+        """
+        length = self.length
+        split = self.split
+        heldout = 0
+        if hold_out:  # fewer tokens than a window are the end of the last one
+            heldout = (split.tokens - split.first_heldout) // length
+        others = self.samples - heldout
+        own = share.own(others)
+        own_heldout = share.own(heldout)
+        windows = range(self.samples)
+        first = own.start * length
+        end = own.stop * length
+        first_heldout = max(first - split.first_heldout, 0)
+        if heldout:
+            first_heldout = own_heldout.start * length
+        return Part(
+            share,
+            window_N=[*windows[:others][own], *windows[others:][own_heldout]],
+            first=first,
+            to_fit=max(min(end, split.first_heldout) - first, 0),
+            first_heldout=first_heldout,
+        )
 
     def heldout(self, most: int) -> Tensor:
         """At most so many of the windows that are held out; the last one at least."""

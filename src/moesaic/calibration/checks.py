@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ def check_inputs(stream: Stream, layer: int) -> None:
 
     It names where it comes from.
     """
-    total = stream.hidden_NLD.sum(dtype=torch.float32)
-    if torch.isfinite(total):
+    total = float(stream.hidden_NLD.sum(dtype=torch.float32))
+    if math.isfinite(stream.share.total(total)):
         return
     where = "the embeddings put out"
     if layer > 0:

@@ -1,21 +1,26 @@
 """The inputs of one FFN for all calibration tokens.
 
+The seam between methods and processes: a method reads all tokens, or says what is to be
+made of each. Where several processes share the tokens, they are exchanged here.
+
 Shape suffixes: T tokens of a block, D hidden_size.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from moesaic.calibration.calibration_set import Split
+from moesaic.calibration.calibration_set import Part, Split
+from moesaic.calibration.share import ALONE, Rows, every
 from moesaic.calibration.statistics import (
     Statistics,
     StatisticsKind,
     compute_statistics,
+    sample_stride,
 )
 from moesaic.families import DenseFFN
 
@@ -26,6 +31,12 @@ class FFNInputs:
     `layer` is the FFN's, and `ids_T` are the ids of all tokens; None for an expert of a
     mixture. `hold_out` keeps the last tokens of the split out of what is fitted. Without it
     everything is fitted on, and they are what is measured all the same.
+
+    Of several processes each keeps the blocks of its `part`; split and ids are of all.
+    `fit`, `heldout`, `map`, `statistics` and the samples are of all tokens nevertheless,
+    in their order: all processes must call them alike. `fit` sends every block, T D
+    numbers each time it is read; `own_fit` and `own_heldout` send nothing, and are for
+    sums that `share` adds up.
     """
 
     def __init__(
@@ -37,22 +48,29 @@ class FFNInputs:
         device: torch.device,
         layer: int | None = None,
         ids_T: Tensor | None = None,
+        part: Part | None = None,
     ):
+        if part is None:
+            part = Part(ALONE, [], 0, split.first_heldout, 0)
         self.storage = storage
         self.device = device
         self.layer = layer
+        self.share = part.share
         self.heldout_ids_T = None
         if ids_T is not None:
             self.heldout_ids_T = ids_T[split.first_heldout :]
         self.hold_out = hold_out and split.can_hold_out
         self.tokens = split.first_heldout if self.hold_out else split.tokens
+        self._split = split
+        self._first = part.first
+        self._first_heldout = part.first_heldout
         self._fit: list[Tensor] = []
         self._heldout: list[Tensor] = []
         self._known: dict[StatisticsKind, Statistics] = {}
         start = 0
         for x_TD in blocks:
             tokens = len(x_TD)
-            cut = split.first_heldout - start
+            cut = part.to_fit - start
             cut = max(0, min(cut, tokens))
             if cut > 0:
                 self._fit.append(x_TD[:cut].to(storage))
@@ -64,29 +82,61 @@ class FFNInputs:
         """The same with tokens held out in any case, and about `most` to fit on."""
         view = copy.copy(self)
         view.hold_out = True
-        tokens = sum(map(len, self._fit))
-        stride = -(-tokens // most)
-        view._fit = [x_TD[::stride] for x_TD in self._fit]
-        view.tokens = sum(map(len, view._fit))
+        stride = max(-(-self._split.first_heldout // most), 1)
+        view._fit = every(self._fit, stride, self._first)
+        view._first = -(-self._first // stride)
+        view.tokens = -(-self._split.first_heldout // stride)
         view._known = {}
         return view
 
-    def all(self) -> Iterator[Tensor]:
-        """Blocks of all tokens."""
-        yield from self._on_device(self._fit)
-        yield from self._on_device(self._heldout)
+    def own(self) -> Iterator[Tensor]:
+        """Blocks of all tokens that this process holds."""
+        return self._on_device(self._fit + self._heldout)
+
+    def own_fit(self) -> Iterator[Tensor]:
+        """Blocks of the tokens to fit on that this process holds."""
+        return self._on_device(self._to_fit)
+
+    def own_heldout(self) -> Iterator[Tensor]:
+        """Blocks of the last tokens of the split that this process holds."""
+        return self._on_device(self._heldout)
 
     def fit(self) -> Iterator[Tensor]:
         """Blocks of the tokens to fit on."""
-        if self.hold_out:
-            return self._on_device(self._fit)
-        return self.all()
+        return self._on_device(self.share.in_turn(self._to_fit))
 
     def heldout(self) -> Iterator[Tensor]:
         """Blocks of the last tokens of the split."""
-        return self._on_device(self._heldout)
+        return self._on_device(self.share.in_turn(self._heldout))
 
-    def _on_device(self, blocks: list[Tensor]) -> Iterator[Tensor]:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Rows:
+        """What a function makes of every block to fit on: a row for each token.
+
+        Each process calls it for its own tokens.
+        """
+
+        def blocks() -> Iterator[Tensor]:
+            return map(function, self.own_fit())
+
+        return Rows(blocks, self.share, self._first)
+
+    def sample(self) -> Tensor:
+        """At most SAMPLE_TOKENS tokens (T, D) to fit on, evenly spaced."""
+        stride = sample_stride(self.tokens)
+        return self.share.gathered(every(self.own_fit(), stride, self._first))
+
+    def heldout_sample(self, most: int) -> Tensor:
+        """At most so many of the last tokens of the split (T, D), evenly spaced."""
+        heldout = self._split.tokens - self._split.first_heldout
+        stride = -(-heldout // most)
+        blocks = every(self.own_heldout(), stride, self._first_heldout)
+        return self.share.gathered(blocks)
+
+    @property
+    def _to_fit(self) -> list[Tensor]:
+        return self._fit if self.hold_out else self._fit + self._heldout
+
+    def _on_device(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
         for x_TD in blocks:
             yield x_TD.to(self.device)
 
@@ -95,7 +145,9 @@ class FFNInputs:
         known = self._known.get(kind)
         if known is not None:
             return known
-        return compute_statistics(self.fit(), ffn, kind, self.tokens)
+        return compute_statistics(
+            self.own_fit(), ffn, kind, self.tokens, self.share, self._first
+        )
 
     def keep_statistics(
         self, kind: StatisticsKind, statistics: Statistics

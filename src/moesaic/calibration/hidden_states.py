@@ -18,6 +18,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from moesaic.calibration.calibration_set import Part
+from moesaic.calibration.share import ALONE
 from moesaic.errors import MoesaicError
 from moesaic.families import SUPPORTED, FFNs
 from moesaic.modeling import MoesaicReplacement
@@ -34,18 +36,31 @@ class LayerCall:
 
 
 class Stream:
-    """The hidden states of all calibration tokens, on entering the current layer."""
+    """The hidden states of all calibration tokens, on entering the current layer.
 
-    def __init__(self, ffns: FFNs, ids_NL: Tensor, device: torch.device):
-        samples, length = ids_NL.shape
+    Of several processes each holds those of its `part` of the windows; `ids_NL` are of
+    all.
+    """
+
+    def __init__(
+        self,
+        ffns: FFNs,
+        ids_NL: Tensor,
+        device: torch.device,
+        part: Part | None = None,
+    ):
         self.ffns = ffns
         self.ids_NL = ids_NL
         self.device = device
+        self.part = part
+        self.share = ALONE if part is None else part.share
+        self.own_ids_NL = ids_NL if part is None else ids_NL[part.window_N]
+        samples, length = self.own_ids_NL.shape
         self.block = max(1, BLOCK_TOKENS // length)
         # One sample is enough to see what layers are called with: samples have equal
         # length and no padding, so masks and position embeddings broadcast over the
         # batch.
-        first_1LD, self.calls = _bypass(ffns, ids_NL[:1])
+        first_1LD, self.calls = _bypass(ffns, self.own_ids_NL[:1])
         hidden_size = first_1LD.shape[-1]
         self.hidden_NLD = torch.empty(
             (samples, length, hidden_size),
@@ -54,7 +69,7 @@ class Stream:
         )
         for start in range(0, samples, self.block):
             end = start + self.block
-            hidden_BLD, _ = _bypass(ffns, ids_NL[start:end])
+            hidden_BLD, _ = _bypass(ffns, self.own_ids_NL[start:end])
             self.hidden_NLD[start:end] = hidden_BLD
         self._additive: dict[type[nn.Module], bool] = {}
 
@@ -112,7 +127,7 @@ class Stream:
             return
         module = self.ffns.layers[layer]
         for samples, hidden_BLD in self._blocks():
-            self._tell(module, self.ids_NL[samples].flatten())
+            self._tell(module, self.own_ids_NL[samples].flatten())
             output_BLD = self._call(layer, hidden_BLD)
             self.hidden_NLD[samples] = output_BLD.to(self.storage)
 
@@ -124,7 +139,7 @@ class Stream:
         """Adds what the FFN gives to the hidden states just before that step."""
         ffn = self.ffns.replaced(layer)
         hidden_TD = self.hidden_NLD.flatten(0, 1)
-        ids_T = self.ids_NL.flatten()
+        ids_T = self.own_ids_NL.flatten()
         start = 0
         for call in calls:
             arguments = call if isinstance(call, tuple) else (call,)

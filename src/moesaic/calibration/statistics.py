@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from moesaic.calibration.share import ALONE, Share, every
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
 
@@ -94,12 +95,15 @@ def compute_statistics(
     ffn: DenseFFN,
     kind: StatisticsKind = PLAIN,
     tokens_to_come: int = SAMPLE_TOKENS,
+    share: Share = ALONE,
+    first: int = 0,
 ) -> Statistics:
     """Statistics of one FFN on blocks of its inputs x (T, D), in one pass.
 
     `tokens_to_come` spaces the sample. Holds one block of hidden states at a time,
     4 K bytes a token, the sample, and with `gram` 4 F^2 bytes. Raises MoesaicError
-    where h is not finite.
+    where h is not finite. Of several processes each has the blocks of its `share`, from
+    the token in place `first` on, and all get the whole: what is held is what is sent.
     """
     if kind.normalise:
         ffn = ffn.with_unit_rows()
@@ -126,27 +130,32 @@ def compute_statistics(
         if gram_FF is not None:
             gram_FF.addmm_(h_TF.T, h_TF)
         if kind.sample:
-            first = -tokens % stride
-            sample_x.append(x_TD[first::stride].float().clone())
-            sample_h.append(h_TF[first::stride].clone())
+            place = first + tokens
+            sample_x += [
+                x.float().clone() for x in every([x_TD], stride, place)
+            ]
+            sample_h += [h.clone() for h in every([h_TF], stride, place)]
         tokens += len(x_TD)
         if top_k:
             largest_TK = h_TF.abs_().topk(top_k, dim=-1, sorted=False).indices
             marks.append(largest_TK.int().cpu())
+    share.total_(energy_F, sum_F)
     if not torch.isfinite(energy_F).all():
         raise MoesaicError("the FFN's activations are not finite")
+    if gram_FF is not None:
+        share.total_(gram_FF)
     active = None
-    if marks:
-        active_TK = torch.cat(marks).numpy()
+    if top_k:
+        active_TK = share.gathered(marks).cpu().numpy()
         active = binary(active_TK, neurons)
     return Statistics(
-        tokens=tokens,
+        tokens=int(share.total(tokens)),
         energy_F=energy_F.numpy(),
         sum_F=sum_F.numpy(),
         active=active,
         gram_FF=gram_FF,
-        sample_x_SD=torch.cat(sample_x) if sample_x else None,
-        sample_h_SF=torch.cat(sample_h) if sample_h else None,
+        sample_x_SD=share.gathered(sample_x) if kind.sample else None,
+        sample_h_SF=share.gathered(sample_h) if kind.sample else None,
     )
 
 

@@ -6,11 +6,13 @@ A command imports torch when it runs, not before. So help and errors come at onc
 from __future__ import annotations
 
 import sys
+import time
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
+from moesaic import launch
 from moesaic._version import __version__
 from moesaic.cli.bench import bench_command
 from moesaic.cli.compare import compare_command
@@ -24,9 +26,12 @@ from moesaic.cli.inspect import inspect_command
 from moesaic.cli.methods import methods_command
 from moesaic.cli.options import err
 from moesaic.cli.reproduce import reproduce_command
-from moesaic.errors import MoesaicError
+from moesaic.cli.tables import out
+from moesaic.errors import LostError, MoesaicError
 
 INTERRUPTED = 130
+# Seconds in which a launcher has ended all processes that one of them left.
+TO_BE_ENDED = 20
 
 app = typer.Typer(
     help="Turns a dense language model into a Mixture-of-Experts, without training.",
@@ -73,12 +78,15 @@ def main() -> None:
     """Entry point: bad input is one line on stderr and exit code 2."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    out.quiet = not launch.is_first()
     try:
         code = app(standalone_mode=False)
     except (MoesaicError, OSError) as error:
         code = _refuse(" ".join(str(error).split()))
     except TyperException as error:
         code = _refuse(f"{error.format_message()} (see moesaic --help)")
+    except LostError as error:
+        code = _refuse(f"{error}{_how_to_go_on()}", first_speaks=False)
     except RuntimeError as error:
         if not _gpu_is_full(error):
             raise
@@ -88,7 +96,14 @@ def main() -> None:
     sys.exit(code)
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, first_speaks: bool = True) -> int:
+    """Says why, on one line.
+
+    Of an error that several processes have the first one speaks. The launcher then ends
+    the others; who is not ended has an error of its own.
+    """
+    if not (launch.is_first() and first_speaks):
+        time.sleep(TO_BE_ENDED)
     err.print(f"error: {message}", markup=False, highlight=False)
     return 2
 

@@ -80,7 +80,7 @@ def budgets_by_curves(
             weight_T = weight_by_layer[layer]
             curve = measure_curve(ffn, replacement, inputs, sizes, weight_T)
             curves.append(curve)
-            calls = inputs.all()
+            calls = inputs.own()
         if curves and len(curves) == len(ffns.converted):
             break
         stream.advance(layer, calls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,11 @@ from moesaic.calibration.checks import (
     check_weights,
 )
 from moesaic.calibration.hidden_states import Stream, check_stream
+from moesaic.calibration.share import (
+    Share,
+    device_of_process,
+    share_of_launch,
+)
 from moesaic.conversion.layer_budgets import share_budgets
 from moesaic.conversion.layout_search import (
     HELDOUT_TOKENS,
@@ -66,6 +72,8 @@ def convert_prepared(prepared: Prepared) -> tuple[Any, ConversionReport]:
     started = time.perf_counter()
     options = prepared.options
     conversion = _begin(options, prepared)
+    if conversion.share.processes > 1:
+        conversion.share.check_same(conversion.identity())
     if options.output is None:
         conversion.convert(None)
     else:
@@ -83,6 +91,7 @@ def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
             "a model in memory keeps its dtype and device; move it before the call"
         )
     device = _device_of(options)
+    share = share_of_launch(device)
     dense = _load(options, device)
     ffns = replace(find_ffns(dense), unconverted=options.scope.dense_layers)
     check_vocabulary(dense, prepared.windows_NL)
@@ -92,7 +101,7 @@ def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
         check_on(
             dense, device, f"method {options.method.name!r} differentiates"
         )
-    search = search_plan(dense, ffns, prepared, device)
+    search = search_plan(dense, ffns, prepared, device, share)
     dtype = str(dense.dtype).removeprefix("torch.")
     moe = replace(
         search.plan.moe,
@@ -102,14 +111,14 @@ def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
     plan = search.plan.with_moe(moe)
     report = _new_report(prepared, plan, search)
     return _Conversion(
-        prepared, dense, ffns, device, plan, report, digest, dtype
+        prepared, dense, ffns, device, share, plan, report, digest, dtype
     )
 
 
 def _device_of(options: ConvertOptions) -> torch.device:
     if options.in_memory:
         return torch.device(options.model.device)
-    return choose_device(options.device)
+    return device_of_process(choose_device(options.device))
 
 
 def _load(options: ConvertOptions, device: torch.device) -> Any:
@@ -124,6 +133,13 @@ def _load(options: ConvertOptions, device: torch.device) -> Any:
         raise MoesaicError(
             f"{options.model_name} has weights that are not in memory; pass its folder "
             "instead"
+        )
+    places = set(getattr(dense, "hf_device_map", {}).values())
+    if len(places) > 1:
+        names = ", ".join(sorted(map(str, places)))
+        raise MoesaicError(
+            f"{options.model_name} lies on {names} by its device_map; pass its folder "
+            "instead: a conversion takes one layer at a time to the device"
         )
     dense.eval()
     if not options.in_memory and _fits(dense, device):
@@ -180,6 +196,7 @@ class _Conversion:
     dense: Any
     ffns: FFNs
     device: torch.device
+    share: Share
     plan: Plan
     report: ConversionReport
     digest: str  # of the dense weights
@@ -192,8 +209,10 @@ class _Conversion:
     def convert(self, draft: Path | None) -> None:
         """Shares budgets, converts every layer, and makes the model one of ours."""
         self._share_budgets(draft)
-        stream = Stream(self.ffns, self.prepared.windows_NL, self.device)
         calibration = self.prepared.calibration
+        method = self.plan.method
+        part = calibration.part(self.share, method.fits_weights)
+        stream = Stream(self.ffns, calibration.windows_NL, self.device, part)
         run = Run(
             stream,
             self.plan,
@@ -203,7 +222,6 @@ class _Conversion:
             draft=draft,
             progress=self.options.progress,
         )
-        method = self.plan.method
         self.report.layers = method.convert(
             self.dense, calibration, self.plan, run
         )
@@ -214,17 +232,28 @@ class _Conversion:
             become_ours(self.dense, self._final_config())
 
     def write(self, output: Path) -> None:
-        """The same into a folder, with perplexities before and after."""
+        """The same into a folder, with perplexities before and after.
+
+        Of several processes the first writes it.
+        """
         needed = sum(parameter.nbytes for parameter in self.dense.parameters())
-        drafts.check_space(output, needed)
+        if self.share.is_first:
+            drafts.check_space(output, needed)
         self._measure_dense()
-        identity = self._fingerprint()
-        tokenizer = self.prepared.tokenizer
-        with drafts.open_draft(output, identity, self.options.resume) as draft:
+        with self._draft(output) as draft:
             self.convert(draft)
             self.report.perplexity = self._perplexity()
-            files = self._files()
-            drafts.finish(draft, output, self.dense, tokenizer, files)
+            if draft is not None:
+                files = self._files()
+                tokenizer = self.prepared.tokenizer
+                drafts.finish(draft, output, self.dense, tokenizer, files)
+
+    def _draft(self, output: Path) -> AbstractContextManager[Path | None]:
+        """The folder to work in; of several processes the first has it."""
+        if not self.share.is_first:
+            return nullcontext()
+        identity = self.identity()
+        return drafts.open_draft(output, identity, self.options.resume)
 
     def _share_budgets(self, draft: Path | None) -> None:
         """Budgets of layers: those that an earlier run came to, if it did."""
@@ -245,10 +274,11 @@ class _Conversion:
                 self.device,
                 self.options.seed,
                 log,
+                self.share,
             )
             return [asdict(sizes) for sizes in plan.moe.sizes]
 
-        rows = drafts.remembered(draft, "budgets", shared)
+        rows = drafts.remembered(draft, "budgets", shared, self.share)
         sizes = tuple(Sizes(**row) for row in rows)
         moe = self.plan.moe.with_sizes(sizes)
         self.plan = self.plan.with_moe(moe)
@@ -275,7 +305,11 @@ class _Conversion:
         length = self.prepared.length
         try:
             value, tokens = perplexity(
-                self.dense, validation.ids, length, HELDOUT_TOKENS
+                self.dense,
+                validation.ids,
+                length,
+                HELDOUT_TOKENS,
+                share=self.share,
             )
         except MoesaicError:
             windows_NL = self.prepared.windows_NL
@@ -295,7 +329,11 @@ class _Conversion:
         for module in self.dense.modules():
             set_view(module, masked)
         value, _ = perplexity(
-            self.dense, validation.ids, length, HELDOUT_TOKENS
+            self.dense,
+            validation.ids,
+            length,
+            HELDOUT_TOKENS,
+            share=self.share,
         )
         for module in self.dense.modules():
             set_view(module, masked=False)
@@ -319,7 +357,7 @@ class _Conversion:
         layout = self.plan.label
         return f"moesaic.convert({model!r}, {method!r}, {layout!r})"
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What must be equal for finished layers to be worth keeping."""
         moe = self.plan.moe
         token_bytes = self.prepared.windows_NL.numpy().tobytes()

@@ -29,6 +29,7 @@ from moesaic.calibration.calibration_set import HELD_OUT, CalibrationSet
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
+from moesaic.calibration.share import ALONE, Share
 from moesaic.conversion.budget_curves import budgets_by_curves
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run, ffn_inputs
@@ -68,6 +69,7 @@ def share_budgets(
     device: torch.device,
     seed: int,
     log: Callable[[str], Any] = lambda line: None,
+    share: Share = ALONE,
 ) -> Plan:
     """The plan with the budgets of layers that its method's strategy gives.
 
@@ -76,15 +78,15 @@ def share_budgets(
     that are tried, and those of the least KL divergence are taken. Costs at most so
     many conversions on TRIAL_TOKENS (twice the active neurons, if that is more; 8
     windows at least) and forward and backward passes on PROBE_TOKENS, whose dense
-    logits it holds. The layers of a mixture keep equal budgets. Raises MoesaicError for
-    a model that is not in whole on `device`, under inference mode, and where equal
-    budgets diverge.
+    logits it holds; of several processes each does so by itself. The layers of a mixture
+    keep equal budgets. Raises MoesaicError for a model that is not in whole on `device`,
+    under inference mode, and where equal budgets diverge.
     """
     method = plan.method
     if not isinstance(method, FFNMethod) or method.layer_budgets == "uniform":
         return plan
     if method.layer_budgets == "own":
-        return own_sizes(method, ffns, plan, calibration, device, log)
+        return own_sizes(method, ffns, plan, calibration, device, log, share)
     if not _can_differ(plan, ffns, log):
         return plan
     check_on(dense, device, "sharing a budget between layers differentiates")
@@ -183,14 +185,16 @@ def own_sizes(
     calibration: CalibrationSet,
     device: torch.device,
     log: Callable[[str], Any] = lambda line: None,
+    share: Share = ALONE,
 ) -> Plan:
     """The plan with the sizes that the method gives the layers, from all of them.
 
-    One pass of all calibration tokens through the dense model, layer by layer.
+    One pass of all calibration tokens through the dense model, layer by layer, which
+    several processes share.
     """
     if _is_mixture(ffns, log):
         return plan
-    layers = _dense_layers(method, ffns, calibration, device)
+    layers = _dense_layers(method, ffns, calibration, device, share)
     sizes = method.sizes_of_layers(layers, plan.sizes)
     widths = ", ".join(str(row.active) for row in sizes)
     log(f"neurons by layer {widths}")
@@ -202,16 +206,18 @@ def _dense_layers(
     ffns: FFNs,
     calibration: CalibrationSet,
     device: torch.device,
+    share: Share,
 ) -> Iterator[tuple[DenseFFN, FFNInputs]]:
     """Every FFN to convert and its inputs in the dense model, one after the other."""
-    stream = Stream(ffns, calibration.windows_NL, device)
+    part = calibration.part(share, method.fits_weights)
+    stream = Stream(ffns, calibration.windows_NL, device, part)
     for layer, module in enumerate(ffns.layers):
         home = next(module.parameters()).device
         module.to(device)
         if layer in ffns.converted:
             inputs = ffn_inputs(stream, layer, calibration, method.fits_weights)
             yield ffns.read(layer), inputs
-            stream.advance(layer, inputs.all())
+            stream.advance(layer, inputs.own())
         else:
             stream.advance(layer)
         module.to(home)

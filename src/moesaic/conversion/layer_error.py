@@ -127,13 +127,6 @@ def _energy(y_TD: Tensor) -> float:
     return float(y_TD.square().sum(dtype=torch.float64))
 
 
-def _sample(inputs: FFNInputs, most: int) -> Tensor:
-    """Tokens that are held out (T, D), at most so many."""
-    x_TD = torch.cat(list(inputs.heldout()))
-    stride = -(-len(x_TD) // most)  # rounded up
-    return x_TD[::stride]
-
-
 def _tell_ids(replacement: Any, inputs: FFNInputs, most: int) -> None:
     """Which tokens these are, for routers that choose by that."""
     ids_T = inputs.heldout_ids_T
@@ -161,7 +154,7 @@ def measure_layer(
     """
     made: Made = getattr(replacement, "made", None) or Made()
     partition = made.partition
-    x_TD = _sample(inputs, most or MOST_TOKENS)
+    x_TD = inputs.heldout_sample(most or MOST_TOKENS)
     _tell_ids(replacement, inputs, most or MOST_TOKENS)
     yardstick = _Yardstick(ffn, x_TD)
     output_TD = replacement(x_TD).float()
@@ -324,7 +317,7 @@ def largest(values_TF: Tensor, count: int) -> Tensor:
 @torch.no_grad()
 def linear_error(linear: Any, replacement: Any, inputs: FFNInputs) -> float:
     """Squared error of a linear layer's replacement over its output's energy."""
-    x_TD = _sample(inputs, MOST_TOKENS)
+    x_TD = inputs.heldout_sample(MOST_TOKENS)
     dense_TD = linear(x_TD).float()
     output_TD = replacement(x_TD).float()
     lost = _energy(output_TD - dense_TD)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
+from moesaic.calibration.share import ALONE, Share
 from moesaic.conversion.layer_error import measure_layer
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.conversion.prepare import Prepared, check_windows
@@ -48,18 +49,28 @@ class Search:
 
 
 def search_plan(
-    dense: Any, ffns: FFNs, prepared: Prepared, device: torch.device
+    dense: Any,
+    ffns: FFNs,
+    prepared: Prepared,
+    device: torch.device,
+    share: Share = ALONE,
 ) -> Search:
-    """The plan to convert by: the only one, the best of several, or for a target."""
+    """The plan to convert by: the only one, the best of several, or for a target.
+
+    Of several processes each compares layouts by itself, on the same few tokens; for a
+    target they share every conversion. All take the plan of the first.
+    """
     options = prepared.options
     if options.target_ratio is not None:
-        return _search_target(dense, ffns, prepared, device)
+        return _search_target(dense, ffns, prepared, device, share)
     if len(prepared.plans) > 1:
-        return choose_plan(prepared, ffns, device)
+        return choose_plan(prepared, ffns, device, share)
     return Search(prepared.plans[0], {})
 
 
-def choose_plan(prepared: Prepared, ffns: FFNs, device: torch.device) -> Search:
+def choose_plan(
+    prepared: Prepared, ffns: FFNs, device: torch.device, share: Share = ALONE
+) -> Search:
     """The plan whose layers lose least on held-out tokens.
 
     Converts three layers (at a quarter, half and three quarters of those to convert)
@@ -87,9 +98,10 @@ def choose_plan(prepared: Prepared, ffns: FFNs, device: torch.device) -> Search:
             for plan in plans:
                 error = _layer_error(plan, ffns, layer, inputs, seed)
                 errors[plan.label] += error / len(probed)
-            calls = inputs.all()
+            calls = inputs.own()
         stream.advance(layer, calls)
         module.to(home)
+    errors = share.agreed(errors)
     best = min(plans, key=lambda plan: errors[plan.label])
     return Search(best, errors)
 
@@ -150,7 +162,11 @@ def check_target(prepared: Prepared) -> None:
 
 
 def _search_target(
-    dense: Any, ffns: FFNs, prepared: Prepared, device: torch.device
+    dense: Any,
+    ffns: FFNs,
+    prepared: Prepared,
+    device: torch.device,
+    share: Share,
 ) -> Search:
     """The plan with the fewest active experts that stays within the target."""
     options = prepared.options
@@ -160,7 +176,9 @@ def _search_target(
     check_on(dense, device, "a target ratio evaluates")
     calibration = prepared.calibration
     length = prepared.length
-    base, _ = perplexity(dense, validation.ids, length, HELDOUT_TOKENS)
+    base, _ = perplexity(
+        dense, validation.ids, length, HELDOUT_TOKENS, share=share
+    )
     first = prepared.plans[0]
     log = Console(stderr=True, quiet=not options.progress).print
 
@@ -177,11 +195,14 @@ def _search_target(
 
     def ratio_of(plan: Plan) -> float:
         with ffns.restored():
-            stream = Stream(ffns, calibration.windows_NL, device)
+            part = calibration.part(share, plan.method.fits_weights)
+            stream = Stream(ffns, calibration.windows_NL, device, part)
             run = Run(stream, plan, calibration, options.seed, trial=True)
             plan.method.convert(dense, calibration, plan, run)
-            value, _ = perplexity(dense, validation.ids, length, HELDOUT_TOKENS)
-        return value / base
+            value, _ = perplexity(
+                dense, validation.ids, length, HELDOUT_TOKENS, share=share
+            )
+        return share.agreed(value / base)
 
     return find_plan(first, make, options.target_ratio, ratio_of, log)
 

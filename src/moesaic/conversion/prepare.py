@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic import launch
 from moesaic.calibration.calibration_set import (
     MOST_TOKENS,
     CalibrationSet,
     check_samples,
+    heldout_windows,
 )
 from moesaic.calibration.text import has_heldout_split, to_ids
 from moesaic.conversion.options import ConvertOptions
@@ -28,7 +30,7 @@ from moesaic.families.load import (
     resolve,
     window_length,
 )
-from moesaic.methods.base import Method
+from moesaic.methods.base import FFNMethod, Method
 from moesaic.output.draft import check_output
 
 PAPER_SAMPLES = 8
@@ -89,7 +91,7 @@ def prepare(options: ConvertOptions) -> Prepared:
         samples = usual_samples(plans[0], length)
     check_needs(options.method, len(options.sources))
     _check_numbers(samples, length, options.seed)
-    if options.output is not None:
+    if options.output is not None and launch.is_first():
         check_output(options.output, options.overwrite, options.resume)
     tokenizer = _tokenizer_of(options, config)
     ids, calibration, validation = read_sources(
@@ -101,6 +103,7 @@ def prepare(options: ConvertOptions) -> Prepared:
             f"windows of {calibration.length} tokens exceed {context}, the context of "
             f"{options.model_name}"
         )
+    check_processes(options.model_name, plans[0], calibration)
     return Prepared(
         options, plans, tokenizer, ids, calibration, validation, length
     )
@@ -174,6 +177,39 @@ def check_needs(method: Method, domains: int) -> None:
         raise MoesaicError(
             f"{method.name} wants texts of at least two domains; give --calibration "
             "once for each"
+        )
+
+
+def check_processes(
+    model: str, plan: Plan, calibration: CalibrationSet
+) -> None:
+    """Raises MoesaicError for what the processes of a launcher cannot share."""
+    count = launch.processes()
+    if count == 1:
+        return
+    method = plan.method
+    if not isinstance(method, FFNMethod):
+        raise MoesaicError(
+            f"method {method.name!r} replaces no FFNs, and several processes share the "
+            "conversion of FFNs only; run it as one process"
+        )
+    router = plan.moe.router
+    if router is not None and router.prompt is not None:
+        raise MoesaicError(
+            f"method {method.name!r} takes the windows that lie side by side for one "
+            "prompt, and several processes would lay them otherwise; run it as one process"
+        )
+    if plan.moe.outer is not None:
+        raise MoesaicError(
+            f"{model} is a mixture of experts, whose conversion {count} processes "
+            "cannot share; run it as one process"
+        )
+    windows = calibration.samples
+    heldout = heldout_windows(windows) if method.fits_weights else 0
+    if windows - heldout < count:
+        raise MoesaicError(
+            f"{windows - heldout} calibration windows to fit on cannot be shared by "
+            f"{count} processes; take more --samples, or fewer processes"
         )
 
 

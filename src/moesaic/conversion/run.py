@@ -34,10 +34,12 @@ from moesaic.conversion.layer_error import (
 from moesaic.conversion.mixtures import ConvertedMixture, MixtureLayer
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.saved_layers import (
+    SavedLayer,
     load_layer,
     load_linears,
     read_from_draft,
     save_layer,
+    unfilled_layer,
 )
 from moesaic.errors import MoesaicError
 from moesaic.families import Mixtures
@@ -72,8 +74,9 @@ class Run:
     """One conversion's pass over all layers.
 
     `draft` is the folder that finished layers are written to, and read from where an
-    earlier run wrote them. A `trial` leaves replacements as they are evaluated
-    fastest, under a mask. `seconds` collects the time of each step.
+    earlier run wrote them; of several processes the first has it. A `trial` leaves
+    replacements as they are evaluated fastest, under a mask. `seconds` collects the time
+    of each step.
     """
 
     stream: Stream
@@ -258,12 +261,10 @@ class Run:
             self.stream, layer, self.calibration, method.fits_weights
         )
         self.clock("inputs")
-        saved = None
-        if self.draft is not None:
-            saved = load_layer(self.draft, layer, prefixes, self.plan.moe)
+        saved = self._finished(layer, prefixes)
         if saved is not None:
             replacement: Any = saved.replacements[0].to(self.stream.device)
-            self._pass_on(layer, replacement, inputs.all())
+            self._pass_on(layer, replacement, inputs.own())
             return saved.report
         ffn = ffns.read(layer)
         sizes = self.plan.moe.sizes_of(layer)
@@ -272,6 +273,7 @@ class Run:
             replacement = method.convert_ffn(ffn, inputs, sizes, generator)
         except MoesaicError as error:
             raise self._blame(layer, error) from error
+        self.stream.share.same_(replacement)
         self.clock("convert")
         set_view(replacement, masked=True)
         report = measure_layer(
@@ -279,11 +281,29 @@ class Run:
         )
         replacement.made = None  # its repairs are as large as the layer
         self.clock("measure")
-        self._pass_on(layer, replacement, inputs.all())
+        self._pass_on(layer, replacement, inputs.own())
         self.clock("advance")
         report.seconds = time.perf_counter() - started
         self._save(layer, prefixes, [replacement], report)
         return report
+
+    def _finished(
+        self, layer: int, prefixes: Sequence[str]
+    ) -> SavedLayer | None:
+        """What an earlier run wrote of a layer, on all processes; None if it did not."""
+        share = self.stream.share
+        saved = None
+        if self.draft is not None:
+            saved = load_layer(self.draft, layer, prefixes, self.plan.moe)
+        report = share.agreed(None if saved is None else saved.report)
+        if report is None:
+            return None
+        if saved is None:  # the first process has it
+            device = self.stream.device
+            saved = unfilled_layer(layer, report, self.plan.moe, device)
+        for replacement in saved.replacements:
+            share.same_(replacement)
+        return saved
 
     def _replace_experts(self, method: FFNMethod, layer: int) -> LayerReport:
         """The same for a layer of experts: each of them is converted by itself."""
@@ -361,13 +381,17 @@ class Run:
         replacements: Sequence[Any],
         report: LayerReport,
     ) -> None:
-        """Into the draft, if there is one. A model on the CPU then reads them from it."""
-        if self.draft is None:
-            return
-        save_layer(self.draft, layer, prefixes, replacements, report)
+        """Into the draft, if there is one. A model on the CPU then reads them from it.
+
+        So do other processes that see the file.
+        """
+        share = self.stream.share
+        if self.draft is not None:
+            save_layer(self.draft, layer, prefixes, replacements, report)
+        draft, report = share.agreed((self.draft, report))
         home = next(self._base.parameters()).device
-        if home.type == "cpu":
-            read_from_draft(self.draft, layer, prefixes, replacements)
+        if draft is not None and home.type == "cpu":
+            read_from_draft(draft, layer, prefixes, replacements, report)
         self.clock("write")
 
     def _install(self, layer: int, module: nn.Module) -> None:
@@ -397,6 +421,7 @@ def ffn_inputs(
         stream.device,
         layer,
         stream.ids_NL.flatten(),
+        stream.part,
     )
 
 

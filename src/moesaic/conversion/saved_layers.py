@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 
 from moesaic.conversion.layer_error import LayerReport
-from moesaic.errors import MoesaicError
 from moesaic.modeling import (
     MoEConfig,
     new_linear,
@@ -49,16 +49,20 @@ def read_from_draft(
     layer: int,
     prefixes: Sequence[str],
     replacements: Sequence[Any],
+    report: LayerReport,
 ) -> None:
     """The replacements take for weights what `save_layer` has just written, on the CPU.
 
-    The file is mapped, not read: a finished layer takes no memory of its own.
+    The file is mapped, not read: a finished layer takes no memory of its own. A process
+    on another machine, which finds none or another's, keeps its weights in memory.
     """
     saved = drafts.load_layer(draft, layer)
     if saved is None:
-        raise MoesaicError(f"layer {layer} was written to {draft}, and is gone")
-    state, _ = saved
-    _take_weights(replacements, prefixes, state)
+        return
+    state, values = saved
+    written = json.dumps(report.to_dict(timing=False))
+    if json.dumps(values) == written:
+        _take_weights(replacements, prefixes, state)
 
 
 def _take_weights(
@@ -83,6 +87,18 @@ def load_layer(
         return _empty(moe_of_layer, layer)
 
     return _load(draft, layer, prefixes, empty)
+
+
+def unfilled_layer(
+    layer: int, report: LayerReport, moe: MoEConfig, device: torch.device
+) -> SavedLayer:
+    """A finished layer that another process has, to be filled with its weights."""
+    moe_of_layer = moe.with_whole(layer, report.whole_experts)
+    replacements = _empty(moe_of_layer, layer)
+    for replacement in replacements:
+        replacement.to_empty(device=device)
+        replacement.eval()
+    return SavedLayer(replacements, report)
 
 
 def load_linears(

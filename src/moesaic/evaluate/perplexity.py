@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from moesaic.calibration.share import ALONE, Share
 from moesaic.errors import MoesaicError
 
 _BATCH_TOKENS = 2048
@@ -32,10 +33,12 @@ def perplexity(
     sequence_length: int,
     max_tokens: int | None = None,
     progress: Callable[[int], Any] | None = None,
+    share: Share = ALONE,
 ) -> tuple[float, int]:
     """Perplexity of a row of token ids, and the number of tokens predicted.
 
-    Costs one forward pass over the first `max_tokens` tokens. Raises MoesaicError for a
+    Costs one forward pass over the first `max_tokens` tokens; with a `share` each of
+    several processes runs some of its batches, and all get the whole. Raises MoesaicError for a
     text of fewer than two tokens, ids outside the vocabulary and a loss that is not
     finite.
     """
@@ -55,7 +58,8 @@ def perplexity(
 
     loss = 0.0
     predicted = 0
-    for ids_BL in _windows(ids, sequence_length):
+    batches = list(_windows(ids, sequence_length))
+    for ids_BL in batches[share.own(len(batches))]:
         inputs_BL = ids_BL.to(embeddings.device)
         logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
         for chunk_loss in _losses(logits_BLV, ids_BL):
@@ -64,6 +68,8 @@ def perplexity(
         predicted += windows * (length - 1)
         if progress is not None:
             progress(ids_BL.numel())
+    loss = share.total(loss)
+    predicted = int(share.total(predicted))
     mean_loss = loss / predicted
     if not math.isfinite(loss):
         raise MoesaicError(

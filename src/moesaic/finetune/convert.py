@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moesaic import launch
 from moesaic.conversion.convert import check_conversion, convert_prepared
 from moesaic.conversion.options import make_options
 from moesaic.conversion.prepare import Prepared, source_name
@@ -73,7 +74,9 @@ def convert(
     half (moesaic) forward passes over the calibration tokens; loading, the choice of a
     layout and the two perplexities come on top. Memory: the dense weights, two FFNs
     more, the inputs of one layer and its FFN for all tokens, and what a method's
-    statistics take (docs/architecture.md). `recover` costs about four forward passes
+    statistics take (docs/architecture.md). Under torchrun or accelerate launch all
+    processes must make the same call: they share the calibration windows, and the
+    first one writes. `recover` costs about four forward passes
     for each of its tokens, and then holds the converted model and the dense one.
     """
     options = make_options(
@@ -99,7 +102,7 @@ def convert(
         min_tokens=min_tokens,
         dense_layers=dense_layers,
         command=command,
-        progress=progress,
+        progress=progress and launch.is_first(),
     )
     started = time.perf_counter()
     prepared = check_conversion(options)
@@ -118,7 +121,7 @@ def convert(
 def _draw_page(prepared: Prepared, converted: Any) -> None:
     """Puts report.html beside a model that was written; shows held-out text."""
     options = prepared.options
-    if options.output is None:
+    if options.output is None or not launch.is_first():
         return
     validation = prepared.validation
     if validation is None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.statistics import PLAIN, Statistics, StatisticsKind
@@ -148,11 +148,18 @@ class ExpertMethod(FFNMethod):
         sizes: Sizes,
         generator: np.random.Generator,
     ) -> MoesaicReplacement:
-        """The four steps in order. Raises MoesaicError where h is not finite."""
+        """The four steps in order. Raises MoesaicError where h is not finite.
+
+        Of several processes all take them, on sums over all of their tokens; each step
+        goes on from what the first process made, so that rounding parts no one.
+        """
         fit = self.begin(weights, inputs, sizes, generator)
-        fit.partition = self.partition(fit)
+        share = inputs.share
+        fit.partition = share.agreed(self.partition(fit))
         fit = spread_out(fit)
         fit.router = self.make_router(fit)
+        if isinstance(fit.router, nn.Module):
+            share.same_(fit.router)
         repaired = self.repair(fit)
         replacement = self.assemble(fit, repaired)
         replacement.made = fit.made
@@ -175,6 +182,7 @@ class ExpertMethod(FFNMethod):
         if self.statistics_kind.normalise:
             plain = inputs.statistics(weights, self._plain_kind)
         energy_F = plain.energy_F * output_norms(weights)
+        energy_F = inputs.share.agreed(energy_F)
         total = energy_F.sum()
         if not total * len(energy_F) < FLOAT32_MOST:
             raise MoesaicError(

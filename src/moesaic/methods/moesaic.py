@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moesaic.calibration.share import Rows
 from moesaic.calibration.statistics import StatisticsKind
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
@@ -196,14 +197,12 @@ class Moesaic(ExpertMethod):
         x_SD = fit.statistics.sample_x_SD
         assert x_SD is not None
 
-        def blocks() -> list[Tensor]:
-            return [x_SD]
-
-        ridge = Ridge.of(blocks, centre=False)
+        rows = Rows(lambda: [x_SD])
+        ridge = Ridge.of(rows, centre=False)
 
         def scores(energy_SR: Tensor) -> Tensor:
             target_SR = log_energy(energy_SR, dim=1)
-            weight_DR = ridge.solve(blocks, target_SR)
+            weight_DR = ridge.solve(rows, target_SR)
             return x_SD @ weight_DR
 
         return reassign(
@@ -256,7 +255,7 @@ def fit_router(fit: LayerFit) -> Any:
     features = _Features(fit, router, by_threshold)
     energy_TR = _energies(fit)
     weight_RP = fit_linear_router(
-        features.blocks, energy_TR, by_threshold, features.centred
+        features.rows, energy_TR, by_threshold, features.centred
     )
     router.score_proj.weight.data = weight_RP.to(fit.dtype)
     if by_threshold:
@@ -269,16 +268,16 @@ def _energies(fit: LayerFit) -> Tensor:
     experts_RM = torch.from_numpy(fit.partition.experts_RM)
     experts_RM = experts_RM.to(fit.device)
     gram_RMM = expert_grams(fit.ffn, experts_RM)
-    blocks = []
-    for x_TD in fit.inputs.fit():
+
+    def energies(x_TD: Tensor) -> Tensor:
         h_TF = fit.ffn.hidden(x_TD)
-        energy_TR = expert_energies(h_TF, experts_RM, gram_RMM)
-        blocks.append(energy_TR)
-    return torch.cat(blocks)
+        return expert_energies(h_TF, experts_RM, gram_RMM)
+
+    return fit.inputs.map(energies).whole()
 
 
 class _Features:
-    """What the router multiplies, block by block.
+    """What the router multiplies, as `rows`.
 
     Products of directions are read about ten times: they are stored, T P floats, rather
     than made anew.
@@ -286,6 +285,7 @@ class _Features:
 
     def __init__(self, fit: LayerFit, router: Any, by_threshold: bool):
         self.inputs = fit.inputs
+        self.rows = fit.inputs.map(Tensor.float)
         self.stored: list[Tensor] = []
         self.centred = False
         config = fit.block.router
@@ -295,30 +295,26 @@ class _Features:
             if by_threshold:
                 self._centre()
 
-    def blocks(self) -> Iterator[Tensor]:
-        if self.stored:
-            for phi_TP in self.stored:
-                yield phi_TP.to(self.inputs.device)
-        else:
-            for x_TD in self.inputs.fit():
-                yield x_TD.float()
-
     def _find_directions(self, router: Any, dtype: torch.dtype) -> None:
         projection = router.feature_proj
-        weight_CD, bias_C = directions(self.blocks, projection.out_features)
+        weight_CD, bias_C = directions(self.rows, projection.out_features)
         projection.weight.data = weight_CD.to(dtype)
         projection.bias.data = bias_C.to(dtype)
 
     def _store(self, router: Any) -> None:
-        blocks = []
-        for x_TD in self.inputs.fit():
-            phi_TP = router.features(x_TD)
-            blocks.append(phi_TP.to(self.inputs.storage))
-        self.stored = blocks
+        made = self.inputs.map(router.features)
+        self.stored = [
+            phi_TP.to(self.inputs.storage) for phi_TP in made.blocks()
+        ]
+        self.rows = replace(made, blocks=self._read)
+
+    def _read(self) -> Iterator[Tensor]:
+        for phi_TP in self.stored:
+            yield phi_TP.to(self.inputs.device)
 
     def _centre(self) -> None:
         """Takes the mean off, in place."""
-        mean_P = mean_of(lambda: iter(self.stored))
+        mean_P = mean_of(self.rows).to(self.inputs.storage)
         for phi_TP in self.stored:
             phi_TP -= mean_P
         self.centred = True
@@ -326,8 +322,7 @@ class _Features:
 
 def set_thresholds(router: Any, fit: LayerFit) -> None:
     """Thresholds of equal loads, so that the mean budget of experts runs."""
-    score_blocks = [router.scores(x_TD) for x_TD in fit.inputs.fit()]
-    score_TR = torch.cat(score_blocks)
+    score_TR = fit.inputs.map(router.scores).whole()
 
     def count(threshold_R: Tensor) -> int:
         router.selection_bias.copy_(-threshold_R)

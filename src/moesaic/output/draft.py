@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moesaic.calibration.share import ALONE, Share
 from moesaic.errors import MoesaicError
 from moesaic.output.atomic import (
     PART,
@@ -248,18 +249,31 @@ def _check_same_run(draft: Path, run: dict[str, Any]) -> None:
 
 
 def remembered(
-    draft: Path | None, name: str, compute: Callable[[], Any]
+    draft: Path | None,
+    name: str,
+    compute: Callable[[], Any],
+    share: Share = ALONE,
 ) -> Any:
-    """What `compute` gives, which JSON must hold; what it gave in an earlier run, if it did."""
-    if draft is None:
-        return compute()
-    path = draft / f"{name}.json"
-    if path.is_file():
-        text = path.read_text("utf-8")
-        return json.loads(text)
-    value = compute()
-    write_file(path, json.dumps(value))
+    """What `compute` gives, which JSON must hold; what it gave in an earlier run, if it did.
+
+    Of several processes the first has the draft, and all get what it has.
+    """
+    earlier = None
+    if draft is not None:
+        earlier = _read_if_there(draft / f"{name}.json")
+    earlier = share.agreed(earlier)
+    if earlier is not None:
+        return earlier
+    value = share.agreed(compute())
+    if draft is not None:
+        write_file(draft / f"{name}.json", json.dumps(value))
     return value
+
+
+def _read_if_there(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    return json.loads(path.read_text("utf-8"))
 
 
 # --- converted layers --------------------------------------------------------------------------

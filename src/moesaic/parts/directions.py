@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moesaic.parts.ridge_router import Blocks, mean_of
+from moesaic.calibration.share import Rows
+from moesaic.parts.ridge_router import mean_of
 
 
 @torch.no_grad()
-def directions(blocks: Blocks, count: int) -> tuple[Tensor, Tensor]:
+def directions(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
     """Weight (C, D) and bias (C,) of z = (x - mean) . v / std.
 
     v are the first principal axes of x. An expert's energy is even in the
@@ -20,16 +21,15 @@ def directions(blocks: Blocks, count: int) -> tuple[Tensor, Tensor]:
     pairs can. Costs 2 T D^2 FLOPs and an eigendecomposition in float64. Fewer than
     `count` axes where x has no more variance.
     """
-    mean_D = mean_of(blocks)
+    mean_D = mean_of(rows)
     gram_DD: Tensor | float = 0.0
     tokens = 0
-    for x_TD in blocks():
+    for x_TD in rows.blocks():
         centred_TD = x_TD - mean_D
         gram_DD = gram_DD + centred_TD.T @ centred_TD
         tokens += len(x_TD)
-    assert isinstance(gram_DD, Tensor)
-
-    covariance_DD = gram_DD.double() / tokens
+    tokens_of_all = rows.share.total(tokens)
+    covariance_DD = rows.share.total_of(gram_DD).double() / tokens_of_all
     variance_C, axes_DC = largest_axes(covariance_DD, count)
     std_C = variance_C.clamp(min=1e-12).sqrt()
     varies_C = variance_C > 1e-10 * variance_C[0]

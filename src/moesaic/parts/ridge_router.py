@@ -5,11 +5,12 @@ Shape suffixes: T tokens, P features of a token, R routed experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from moesaic.calibration.share import Rows
 
 RIDGE = 1e-2  # of the Gram matrix's mean diagonal
 # Of the mean energy, added before the log: an expert that does nothing is not -inf.
@@ -17,78 +18,80 @@ FLOOR = 0.1
 STEPS = 4  # of scoring towards the expected energy
 MOST = 10.0  # the largest relative residual of one token
 
-Blocks = Callable[[], Iterable[Tensor]]
-
 
 @dataclass(frozen=True)
 class Ridge:
-    """Ridge regression on features phi (T, P): one factor, many targets."""
+    """Ridge regression on features phi (T, P): one factor, many targets.
+
+    Several processes share the features. Targets and predictions are of all tokens, on
+    each of them: that sends 4 P (P + R) bytes of sums, and 4 T R of predictions.
+    """
 
     mean_P: Tensor | None  # None: features as they are
     factor_PP: Tensor
 
     @classmethod
-    def of(cls, blocks: Blocks, centre: bool, ridge: float = RIDGE) -> Ridge:
+    def of(cls, rows: Rows, centre: bool, ridge: float = RIDGE) -> Ridge:
         """Streams the Gram matrix in float32, factorises it in float64.
 
         The mean comes off first: taken off the Gram matrix, a large one would leave
         rounding only. 2 T P^2 + P^3 / 3 FLOPs.
         """
-        mean_P = mean_of(blocks) if centre else None
+        mean_P = mean_of(rows) if centre else None
         gram_PP: Tensor | float = 0.0
         energy: Tensor | float = 0.0
-        for phi_TP in blocks():
+        for phi_TP in rows.blocks():
             centred_TP = _centred(phi_TP, mean_P)
             gram_PP = gram_PP + centred_TP.T @ centred_TP
             norm = torch.linalg.vector_norm(phi_TP)
             energy += norm.double().square()
-        assert isinstance(gram_PP, Tensor)
+        gram_PP = rows.share.total_of(gram_PP)
+        energy = rows.share.total(float(energy))
 
         gram_PP = gram_PP.double()
         diagonal_P = gram_PP.diagonal()
         # Where nothing varies, no less than rounding makes of it.
-        rounding = 1e-10 * float(energy) / len(gram_PP)
+        rounding = 1e-10 * energy / len(gram_PP)
         least = max(rounding, 1e-30)
         penalty = (ridge * diagonal_P.mean()).clamp(min=least)
         diagonal_P.add_(penalty)
         return cls(mean_P, torch.linalg.cholesky(gram_PP))
 
-    def solve(self, blocks: Blocks, target_TR: Tensor) -> Tensor:
+    def solve(self, rows: Rows, target_TR: Tensor) -> Tensor:
         """Coefficients (P, R) of the least squares fit; 2 T P R FLOPs."""
         cross_PR: Tensor | float = 0.0
-        start = 0
-        for phi_TP in blocks():
+        start = rows.first
+        for phi_TP in rows.blocks():
             centred_TP = _centred(phi_TP, self.mean_P)
             end = start + len(phi_TP)
             block_TR = target_TR[start:end]
             cross_PR = cross_PR + centred_TP.T @ block_TR
             start = end
-        assert isinstance(cross_PR, Tensor)
+        cross_PR = rows.share.total_of(cross_PR)
         weight_PR = torch.cholesky_solve(cross_PR.double(), self.factor_PP)
         return weight_PR.float()
 
-    def scores(self, blocks: Blocks, weight_PR: Tensor) -> Tensor:
+    def scores(self, rows: Rows, weight_PR: Tensor) -> Tensor:
         """Predictions (T, R) of the fit."""
         score_blocks = []
-        for phi_TP in blocks():
+        for phi_TP in rows.blocks():
             centred_TP = _centred(phi_TP, self.mean_P)
             score_blocks.append(centred_TP @ weight_PR)
-        return torch.cat(score_blocks)
+        return rows.share.gathered(score_blocks)
 
 
 def _centred(phi_TP: Tensor, mean_P: Tensor | None) -> Tensor:
     return phi_TP if mean_P is None else phi_TP - mean_P
 
 
-def mean_of(blocks: Blocks) -> Tensor:
+def mean_of(rows: Rows) -> Tensor:
     """Mean of the features over tokens (P,), summed in float64."""
     sum_P: Tensor | float = 0.0
     tokens = 0
-    for phi_TP in blocks():
+    for phi_TP in rows.blocks():
         sum_P = sum_P + phi_TP.sum(0, dtype=torch.float64)
         tokens += len(phi_TP)
-    assert isinstance(sum_P, Tensor)
-    mean_P = sum_P / tokens
+    mean_P = rows.share.total_of(sum_P) / rows.share.total(tokens)
     return mean_P.float()
 
 
@@ -101,7 +104,7 @@ def log_energy(energy_TR: Tensor, dim: int) -> Tensor:
 
 @torch.no_grad()
 def fit_linear_router(
-    blocks: Blocks,
+    rows: Rows,
     energy_TR: Tensor,
     absolute: bool,
     centred: bool = False,
@@ -121,20 +124,22 @@ def fit_linear_router(
     (T, R).
     """
     dim = 0 if absolute else 1
-    ridge = Ridge.of(blocks, centre=absolute and not centred)
-    weight_PR = ridge.solve(blocks, log_energy(energy_TR, dim))
+    ridge = Ridge.of(rows, centre=absolute and not centred)
+    weight_PR = ridge.solve(rows, log_energy(energy_TR, dim))
     best_PR = weight_PR
     best_deviance = float("inf")
     for step in range(STEPS + 1):
-        score_TR = ridge.scores(blocks, weight_PR)
+        score_TR = ridge.scores(rows, weight_PR)
         ratio_TR, deviance = _gamma(energy_TR, score_TR, dim)
+        # Processes must take as many steps: they exchange sums in each.
+        deviance = rows.share.agreed(deviance)
         if not deviance < best_deviance:
             break
         best_PR = weight_PR
         best_deviance = deviance
         if step < STEPS:
             ratio_TR -= ratio_TR.mean(dim, keepdim=True)
-            weight_PR = weight_PR + ridge.solve(blocks, ratio_TR)
+            weight_PR = weight_PR + ridge.solve(rows, ratio_TR)
     return best_PR.T.contiguous()
 
 

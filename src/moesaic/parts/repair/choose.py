@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moesaic.calibration.ffn_inputs import FFNInputs
-from moesaic.calibration.statistics import sample_stride
 from moesaic.families import DenseFFN
 from moesaic.parts.repair.least_squares import TOKENS_PER_NEURON, least_squares
 from moesaic.parts.repair.mean import Candidate, mean_compensation
@@ -171,10 +170,10 @@ def choose_repairs(
     """For each way of masking the FFN, the repair of least held-out error.
 
     What is to be met is the output of `target`, the same FFN unless said. One pass
-    over the tokens to fit on and one over those held out, for all of them together. A
-    repair that does not lower the held-out error is not made. Least squares with fewer
-    than TOKENS_PER_NEURON tokens per neuron falls back to mean compensation; the note
-    says so.
+    over the tokens to fit on and one over those held out, for all of them together;
+    several processes share it. A repair that does not lower the held-out error is not
+    made. Least squares with fewer than TOKENS_PER_NEURON tokens per neuron falls back to
+    mean compensation; the note says so.
     """
     ffn, columns = _in_order(ffn, kept)
     down_FD = ffn.down_DF.float().T.contiguous()
@@ -192,20 +191,24 @@ def choose_repairs(
         target_h_TF = target.hidden(x_TD).float()
         return h_TF, target_h_TF @ target.down_DF.float().T
 
-    for x_TD in inputs.fit():
+    for x_TD in inputs.own_fit():
         h_TF, dense_TD = outputs(x_TD)
         # The first comes last: it may mask h_TF itself.
         for trial in reversed(trials):
             trial.add_(x_TD, h_TF, dense_TD)
     for trial in trials:
+        trial.moments.total_(inputs.share)
         trial.fit(down_FD, method, intercept)
 
     energy = 0.0
-    for x_TD in inputs.heldout():
+    for x_TD in inputs.own_heldout():
         h_TF, dense_TD = outputs(x_TD)
         energy += dense_TD.square().sum(dtype=torch.float64).item()
         for trial in reversed(trials):
             trial.add_errors_(x_TD, h_TF, dense_TD)
+    energy = inputs.share.total(energy)
+    for trial in trials:
+        inputs.share.total_(trial.error_C)
     return [trial.best(energy) for trial in trials]
 
 
@@ -239,7 +242,7 @@ def with_up_rows(
     On a sample of tokens. Without its intercept, which the next repair of the output
     vectors finds anew.
     """
-    x_TD = _sample(inputs)
+    x_TD = inputs.sample()
     index_N = kept.neurons_N
     down_ND = repaired.down_DF.float().T[index_N]
     gate_TN = repaired.gates(x_TD).float()[:, index_N]
@@ -257,18 +260,6 @@ def with_up_rows(
     up_FD = repaired.up_FD.float().index_add(0, index_N, delta_ND)
     up_FD = up_FD.to(ffn.up_FD.dtype)
     return replace(repaired, up_FD=up_FD, down_bias_D=ffn.down_bias_D)
-
-
-def _sample(inputs: FFNInputs) -> Tensor:
-    """Evenly spaced tokens (T, D) of those to fit on."""
-    stride = sample_stride(inputs.tokens)
-    sample = []
-    tokens = 0
-    for block_TD in inputs.fit():
-        first = -tokens % stride
-        sample.append(block_TD[first::stride])
-        tokens += len(block_TD)
-    return torch.cat(sample)
 
 
 def _candidates(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.calibration.share import Share
+
 _ROWS = 256  # of the Gram matrix summed at once
 
 
@@ -56,6 +58,11 @@ class Moments:
         ones_T = h_TN.new_ones(tokens)
         self.sum_N.addmv_(h_TN.T, ones_T)
         self.sum_D.addmv_(y_TD.T, ones_T)
+
+    def total_(self, share: Share) -> None:
+        """Adds up the sums of all processes: what is held is what is sent."""
+        self.tokens = int(share.total(self.tokens))
+        share.total_(self._upper_NN, self.cross_ND, self.sum_N, self.sum_D)
 
     def residual(self, down_ND: Tensor) -> Residual:
         """The sums of r = y - H W, without a product per token.
