@@ -100,7 +100,7 @@ def convert_command(
         int | None,
         typer.Option(
             help="Windows drawn from that text. [default: 8; where weights are "
-            "fitted, 12 tokens a neuron and at least 32,768 tokens]"
+            "fitted, 12 tokens a neuron and at least 65,536 tokens]"
         ),
     ] = None,
     sequence_length: SequenceLength = None,

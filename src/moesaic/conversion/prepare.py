@@ -36,7 +36,7 @@ from moesaic.output.draft import check_output
 PAPER_SAMPLES = 8
 # What a conversion can give a method besides activations.
 GIVEN = frozenset({"gradients", "token ids", "domains"})
-LEAST_FITTED_TOKENS = 32_768
+LEAST_FITTED_TOKENS = 65_536
 TOKENS_PER_NEURON = 12
 LARGEST_SEED = 2**31 - 1
 
@@ -235,7 +235,7 @@ def check_windows(plan: Plan, length: int) -> None:
 def usual_samples(plan: Plan, length: int) -> int:
     """The paper's 8 windows; where weights are fitted, 12 tokens a neuron.
 
-    At least 32,768 tokens then; and of an expert's tokens, on average, in a model that
+    At least 65,536 tokens then; and of an expert's tokens, on average, in a model that
     is a mixture already.
     """
     if not getattr(plan.method, "fits_weights", False):
