@@ -17,7 +17,7 @@ import torch
 
 from moesaic.bench import engine as engine_module
 from moesaic.bench.bench import bench
-from moesaic.bench.engine import ENGINES, Engine, find_engine, started
+from moesaic.bench.engine import ENGINES, Engine, find_engine, has_module, started
 from moesaic.bench.floor import Counted, RoutedBytes, count, floor_of, macs_of_prompt
 from moesaic.bench.regimes import Regime, make_regimes
 from moesaic.cli.main import main
@@ -320,7 +320,11 @@ def test_llama_cpp_wants_a_file_and_one_sequence(
 def test_code_beside_the_weights_runs_only_if_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """By an engine whose Python has no moesaic, as the one that this environment came from."""
     monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module="json"))
     planned("moesaic").save_pretrained(tmp_path)
-    with pytest.raises(MoesaicError, match="say --trust-remote-code"):
-        bench(str(tmp_path), engine="vllm", prefill=8, decode=2)
+    bare = str(Path(sys.base_prefix) / "bin" / "python3")
+    assert not has_module(bare, "moesaic")
+    assert has_module(sys.executable, "moesaic")
+    with pytest.raises(MoesaicError, match=r"install moesaic for .* or say --trust-remote-code"):
+        bench(str(tmp_path), engine="vllm", engine_python=bare, prefill=8, decode=2)

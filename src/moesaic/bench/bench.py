@@ -9,7 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from moesaic.bench.engine import Engine, Worker, find_engine, started
+from moesaic.bench.engine import (
+    Engine,
+    Worker,
+    find_engine,
+    has_module,
+    started,
+)
 from moesaic.bench.floor import Counted, count, floor_of
 from moesaic.bench.regimes import Regime, make_regimes
 from moesaic.calibration.text import read_documents
@@ -72,6 +78,8 @@ def bench(
         _config_of(name, found, prefill + decode, trust_remote_code, dtype)
         for name in names
     ]
+    if not trust_remote_code:
+        _check_code(names, configs, found, python)
     kept, skipped = _fitting(regimes, found)
     counted = [_counted(config, prefill) for config in configs]
     settings = {
@@ -161,12 +169,6 @@ def _config_of(
             f"{name} is a GGUF file, which --engine llama.cpp runs"
         )
     config = load_config(name, trust_remote_code, dtype)
-    needs_code = is_converted(config) and engine.module != "moesaic"
-    if needs_code and not trust_remote_code:
-        raise MoesaicError(
-            f"{name} is of moesaic's own architecture, which {engine.name} runs by the "
-            "code beside the weights; say --trust-remote-code if you trust it"
-        )
     context = context_of(config)
     # The last token's own answer is a token more.
     if tokens >= context:
@@ -175,6 +177,22 @@ def _config_of(
             f"context of {name} is {context}; take a smaller --prefill or --decode"
         )
     return config
+
+
+def _check_code(
+    names: list[str], configs: list[Any], engine: Engine, python: str
+) -> None:
+    """Refuses our own architecture where the engine cannot have it from moesaic."""
+    own = [
+        name
+        for name, config in zip(names, configs, strict=True)
+        if config is not None and is_converted(config)
+    ]
+    if own and not has_module(python, "moesaic"):
+        raise MoesaicError(
+            f"{own[0]} is of moesaic's own architecture; install moesaic for {python}, "
+            f"or say --trust-remote-code and {engine.name} runs the code beside the weights"
+        )
 
 
 def _counted(config: Any, prompt: int) -> Counted | None:

@@ -74,9 +74,19 @@ def find_engine(name: str, python: str | None) -> tuple[Engine, str]:
         raise unknown("engine", name, ENGINES)
     engine = ENGINES[name]
     python = python or sys.executable
+    if not has_module(python, engine.module):
+        raise MoesaicError(
+            f"{name} is not installed for {python}; pip install {engine.install}, or "
+            "name the Python that has it by --engine-python"
+        )
+    return engine, python
+
+
+def has_module(python: str, module: str) -> bool:
+    """Whether that Python can import it. Raises MoesaicError where there is no Python."""
     test = (
         "import importlib.util as util; "
-        f"raise SystemExit(util.find_spec({engine.module!r}) is None)"
+        f"raise SystemExit(util.find_spec({module!r}) is None)"
     )
     try:
         found = subprocess.run(
@@ -86,12 +96,7 @@ def find_engine(name: str, python: str | None) -> tuple[Engine, str]:
         raise MoesaicError(
             f"--engine-python {python}: no Python there ({error.strerror})"
         ) from error
-    if found.returncode != 0:
-        raise MoesaicError(
-            f"{name} is not installed for {python}; pip install {engine.install}, or "
-            "name the Python that has it by --engine-python"
-        )
-    return engine, python
+    return found.returncode == 0
 
 
 @dataclass

@@ -19,8 +19,8 @@ def load(settings: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     from vllm.platforms import current_platform
 
     more: dict[str, Any] = {"trust_remote_code": settings["trust_remote_code"]}
-    if settings["own_architecture"]:
-        more["model_impl"] = "transformers"
+    if settings["own_architecture"] and settings["trust_remote_code"]:
+        more["model_impl"] = "transformers"  # else moesaic's plug-in says so
     llm = vllm.LLM(
         settings["model"],
         dtype=settings["dtype"],

@@ -27,13 +27,14 @@ def reproduce_command(
     tables: Annotated[
         str,
         typer.Option(
-            help="Names with commas, as zero_shot,flops; docs/reproduction.md lists them."
+            help="Names with commas, as zero_shot,flops; a wrong one lists all."
         ),
     ] = "all",
     scale: Annotated[
         str,
         typer.Option(
-            help="smoke (minutes, offline), small (for 0.1 to 1 billion weights), or paper."
+            help="smoke (minutes, offline), small (hours on a CPU; 0.1 to 1 billion weights; "
+            "texts and questions from the hub unless given), or paper (a GPU)."
         ),
     ] = "smoke",
     text: Annotated[

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ACCEPTABLE_RATIO = 1.03  # perplexity over the dense model's
 HALF = 16  # bits of a weight in bfloat16
-FEW_TOKENS = 32_768  # as many calibration tokens are usual at least
+FEW_TOKENS = 65_536  # as many calibration tokens are usual at least
 OURS = "moesaic"
 DYNAMIC = "moesaic-dynamic"
 NEURONS = "moesaic-neurons"

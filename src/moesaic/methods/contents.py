@@ -50,7 +50,8 @@ METHODS = {
         Description(
             "moesaic-neurons",
             "moesaic.methods.neurons:MoesaicNeurons",
-            "Every neuron is an expert, chosen by its own gate. For one user at a time.",
+            "Every neuron is an expert, chosen by copies of its weights in a few bits. "
+            "For one user at a time.",
             _OURS,
         ),
         Description(
