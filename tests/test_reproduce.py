@@ -25,6 +25,7 @@ from moesaic.experiments.page import markdown
 from moesaic.experiments.questions import puzzles, write_questions
 from moesaic.experiments.reproduce import reproduce
 from moesaic.experiments.scales import SCALES
+from moesaic.experiments.study import Study
 from moesaic.experiments.table import Column, Line, Panel, Row, Table
 from moesaic.experiments.texts import prepare_texts, smoke_text
 
@@ -88,6 +89,16 @@ def test_rates_are_the_k_a_largest(folder: Path) -> None:
     for row in rows:
         top_k = int(row["name"].removeprefix("K_a = "))
         assert row["values"]["mean"] == pytest.approx(top_k / 768)
+
+
+def test_how_long_a_conversion_took_is_kept(folder: Path) -> None:
+    """Beside the model, whose own report is the same in two runs."""
+    [model] = [path for path in (folder / "models").iterdir() if "tuned" not in path.name]
+    study = Study("demo", SCALES["smoke"], folder, {})
+    seconds = study.conversion_seconds(str(model))
+    assert seconds is not None
+    assert seconds > 0
+    assert study.conversion_seconds("elsewhere") is None
 
 
 def test_a_second_run_keeps_what_is_whole(folder: Path) -> None:
@@ -295,8 +306,8 @@ def test_a_text_is_cut_in_two(tmp_path: Path) -> None:
         (["--tables", ","], "--tables names none; known are zero_shot, breadth"),
         (["--scale", "papre"], "unknown scale 'papre': did you mean paper?"),
         (
-            ["--scale", "small"],
-            "--scale small has windows of 1,024 tokens, and the context of demo",
+            ["--scale", "paper"],
+            "--scale paper has windows of 2,048 tokens, and the context of demo",
         ),
         (["--text", "wiki"], "--text 'wiki' is not of the form DOMAIN=SOURCE"),
         (["--text", "wki=demo"], "unknown text 'wki': did you mean wiki?"),

@@ -15,7 +15,7 @@ COLUMNS = (
 
 def run(study: Study) -> Table:
     made = study.converted("cmoe", LAYOUT)
-    construction = study.report(made).seconds
+    construction = study.conversion_seconds(made)
     notes = [
         f"cmoe {LAYOUT}, fine-tuned by next tokens; the learning rate fits the length of "
         "the run",
@@ -24,16 +24,16 @@ def run(study: Study) -> Table:
     rows = []
     for windows in study.scale.efficiency:
         model = study.tuned(made, windows)
-        seconds = construction
-        if windows > 0:
-            seconds += study.tuning_report(model)["seconds"]
         name = f"{windows} windows"
         asked = accuracy_row(study, name, model, ["piqa"], notes)
-        measured = {
-            "wiki": study.perplexity(model, "wiki"),
-            "minutes": seconds / 60,
-        }
-        rows.append(Row(name, {**asked.values, **measured}, {}, asked.errors))
+        values = dict(asked.values)
+        values["wiki"] = study.perplexity(model, "wiki")
+        if construction is not None:
+            seconds = construction
+            if windows > 0:
+                seconds += study.tuning_report(model)["seconds"]
+            values["minutes"] = seconds / 60
+        rows.append(Row(name, values, {}, asked.errors))
     return Table(COLUMNS, rows, notes, _panels(study, rows))
 
 

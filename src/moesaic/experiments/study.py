@@ -95,7 +95,7 @@ class Study:
             calibration: Any = sources
             if len(sources) == 1:
                 [calibration] = sources.values()
-            moesaic.convert(
+            _, report = moesaic.convert(
                 model,
                 method,
                 layout,
@@ -110,6 +110,8 @@ class Study:
                 dtype=self.dtype,
                 trust_remote_code=self.trust_remote_code,
             )
+            kept = {"seconds": report.seconds}
+            write_file(self._time_of(output), json.dumps(kept) + "\n")
         return str(output)
 
     def tuned(
@@ -160,6 +162,16 @@ class Study:
         """What the conversion of a folder said of itself."""
         values = _read(Path(model) / "moesaic_report.json")
         return ConversionReport.from_dict(values)
+
+    def conversion_seconds(self, model: str) -> float | None:
+        """How long `converted` took; None where it was stopped before that was kept.
+
+        A model's own report has no times, so that two runs write the same bytes.
+        """
+        path = self._time_of(Path(model))
+        if not path.is_file():
+            return None
+        return float(_read(path)["seconds"])
 
     def tuning_report(self, model: str) -> dict[str, Any]:
         """What the fine-tuning of a folder said of itself."""
@@ -287,6 +299,12 @@ class Study:
 
     def _output(self, name: str, given: Mapping[str, Any]) -> Path:
         return self.folder / "models" / f"{name}-{_digest(given)[:8]}"
+
+    def _time_of(self, model: Path) -> Path:
+        """The file that keeps how long it took to make a model's folder."""
+        folder = self.folder / "measured"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{model.name}.seconds.json"
 
     def _measured(
         self, given: Mapping[str, Any], measure: Callable[[], dict[str, Any]]

@@ -38,13 +38,16 @@ def run(study: Study) -> Table:
             continue
         report = study.report(made)
         tokens = report.tokens
-        seconds = report.seconds
-        values: dict[str, Value] = {"construct": seconds / 60}
+        values: dict[str, Value] = {}
+        seconds = study.conversion_seconds(made)
+        if seconds is not None:
+            values["construct"] = seconds / 60
         tuned = attempt(method, notes, study, partial(study.tuned, made))
         if tuned is not None:
             tuning = study.tuning_report(tuned)
             tokens += study.scale.tuning * study.scale.length
-            values["all"] = (seconds + tuning["seconds"]) / 60
+            if seconds is not None:
+                values["all"] = (seconds + tuning["seconds"]) / 60
         values["tokens"] = tokens / 1e6
         rows.append(Row(method, values, PAPER.get(method, {})))
     return Table(COLUMNS, rows, notes)
