@@ -391,7 +391,13 @@ class Run:
         draft, report = share.agreed((self.draft, report))
         home = next(self._base.parameters()).device
         if draft is not None and home.type == "cpu":
-            read_from_draft(draft, layer, prefixes, replacements, report)
+            found = read_from_draft(
+                draft, layer, prefixes, replacements, report
+            )
+            if self.draft is not None and not found:
+                raise MoesaicError(
+                    f"layer {layer} was written to {draft}, and is gone"
+                )
         self.clock("write")
 
     def _install(self, layer: int, module: nn.Module) -> None:

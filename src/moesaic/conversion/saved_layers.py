@@ -50,19 +50,21 @@ def read_from_draft(
     prefixes: Sequence[str],
     replacements: Sequence[Any],
     report: LayerReport,
-) -> None:
+) -> bool:
     """The replacements take for weights what `save_layer` has just written, on the CPU.
 
-    The file is mapped, not read: a finished layer takes no memory of its own. A process
-    on another machine, which finds none or another's, keeps its weights in memory.
+    The file is mapped, not read: a finished layer takes no memory of its own. False
+    where it is not there, or another's, as on another machine: weights stay in memory.
     """
     saved = drafts.load_layer(draft, layer)
     if saved is None:
-        return
+        return False
     state, values = saved
     written = json.dumps(report.to_dict(timing=False))
-    if json.dumps(values) == written:
-        _take_weights(replacements, prefixes, state)
+    if json.dumps(values) != written:
+        return False
+    _take_weights(replacements, prefixes, state)
+    return True
 
 
 def _take_weights(

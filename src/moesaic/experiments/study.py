@@ -111,7 +111,9 @@ class Study:
                 trust_remote_code=self.trust_remote_code,
             )
             kept = {"seconds": report.seconds}
-            write_file(self._time_of(output), json.dumps(kept) + "\n")
+            path = self._time_of(output)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps(kept) + "\n")
         return str(output)
 
     def tuned(
@@ -302,9 +304,7 @@ class Study:
 
     def _time_of(self, model: Path) -> Path:
         """The file that keeps how long it took to make a model's folder."""
-        folder = self.folder / "measured"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{model.name}.seconds.json"
+        return self.folder / "measured" / f"{model.name}.seconds.json"
 
     def _measured(
         self, given: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
