@@ -1,13 +1,15 @@
 """Time of one FFN whose neurons are chosen one by one, over the dense FFN's, on a CPU.
 
     python benchmarks/neurons.py [--hidden 2048] [--neurons 5632] [--threads 1] [--dtype bfloat16]
+        [--int8]
 
 A random FFN of that size as `moesaic-neurons` makes it, at half of its bytes and at two thirds:
 copies in 4 bits of all neurons, exact rows of a quarter of those that run. Random weights choose
 no neurons worth choosing, but as many: thresholds are set on the inputs that are timed. As many
 FFNs as fill 200 MB are called one after the other, so that weights come from memory. Prints, over
 the dense FFNs' time (median of calls in turn with them), the kernel's and the same without it, and
-the floor: bytes that these tokens read together.
+the floor: bytes that these tokens read together. With `--int8` the neurons' weights have 8 bits,
+the dense FFNs' stay in that dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from moesaic.kernels.neurons import neurons_forward
 from moesaic.modeling import (
     BlockConfig,
     MoesaicCopy,
+    MoesaicInt8Neurons,
     MoesaicNeurons,
+    MoesaicRest,
     RouterConfig,
     Sizes,
     packed,
@@ -50,6 +54,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16"
     )
+    parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -58,11 +63,19 @@ def main() -> None:
         "| run | tokens | floor | kernel | over floor | without |\n|---|---|---|---|---|---|"
     )
     for share in RUNNING:
-        first = random_neurons(options.hidden, options.neurons, share, dtype)
-        dense_bytes = 3 * first.up_proj.weight.nbytes
+        first = random_neurons(
+            options.hidden, options.neurons, share, dtype, options.int8
+        )
+        shape = (options.neurons, options.hidden)
+        dense = [
+            torch.randn(shape).to(dtype) / options.hidden**0.5 for _ in range(3)
+        ]
+        dense_bytes = sum(weight.nbytes for weight in dense)
         count = max(1, round(FILLED / dense_bytes))
         ffns = [copy.deepcopy(first) for _ in range(count)]
-        turned = [ffn.down_proj.weight.T.contiguous() for ffn in ffns]
+        base_ffns = [copy.deepcopy(dense) for _ in range(count)]
+        for weights in base_ffns:
+            weights[2] = weights[2].T.contiguous()
         for tokens in TOKENS:
             x_TD = torch.randn(tokens, options.hidden).to(dtype)
             set_thresholds(ffns, x_TD, share)
@@ -70,7 +83,7 @@ def main() -> None:
 
             base, ours = timed_in_turn(
                 [
-                    partial(run_dense, ffns, turned, x_TD),
+                    partial(run_dense, base_ffns, x_TD),
                     partial(run_kernel, ffns, x_TD),
                 ],
                 CALLS,
@@ -86,10 +99,10 @@ def main() -> None:
             )
 
 
-def run_dense(ffns: list[Any], turned: list[Tensor], x_TD: Tensor) -> None:
-    for ffn, down_DF in zip(ffns, turned, strict=True):
-        gate_TF = silu(linear(x_TD, ffn.gate_proj.weight))
-        linear(gate_TF * linear(x_TD, ffn.up_proj.weight), down_DF)
+def run_dense(base_ffns: list[list[Tensor]], x_TD: Tensor) -> None:
+    for gate_FD, up_FD, down_DF in base_ffns:
+        gate_TF = silu(linear(x_TD, gate_FD))
+        linear(gate_TF * linear(x_TD, up_FD), down_DF)
 
 
 def run_kernel(ffns: list[Any], x_TD: Tensor) -> None:
@@ -103,7 +116,7 @@ def run_parts(ffns: list[Any], x_TD: Tensor) -> None:
 
 
 def random_neurons(
-    hidden: int, count: int, share: float, dtype: torch.dtype
+    hidden: int, count: int, share: float, dtype: torch.dtype, int8: bool
 ) -> Any:
     """An FFN with copies that are not of its rows: who runs is a matter of thresholds."""
     router = RouterConfig("copies", "threshold", bits=4, exact=EXACT)
@@ -111,19 +124,28 @@ def random_neurons(
     sizes = Sizes(
         shared=0, expert=1, num_routed=count, num_active=int(share * count)
     )
-    neurons = MoesaicNeurons(block, sizes).to(dtype).eval()
+    made_of = MoesaicInt8Neurons if int8 else MoesaicNeurons
+    neurons: Any = made_of(block, sizes).to(dtype).eval()
     for parameter in neurons.parameters():
         parameter.normal_(std=hidden**-0.5)
     chooser = neurons.router
     chooser.selection_bias = chooser.selection_bias.float()
     chooser.exact_margin = chooser.exact_margin.float()
-    for part in chooser.modules():
+    for part in neurons.modules():
         if isinstance(part, MoesaicCopy):
             code_RI = torch.randint(-8, 8, (count, hidden), dtype=torch.int8)
-            part.planes = packed(code_RI, 4)
-            part.scales = torch.full_like(part.scales, hidden**-0.5 / 4).to(
-                dtype
+            planes_BRP = packed(code_RI, 4)
+            is_rest = isinstance(part, MoesaicRest)
+            part.planes = (
+                planes_BRP.transpose(0, 1).contiguous()
+                if is_rest
+                else planes_BRP
             )
+            step = hidden**-0.5 / (64 if is_rest else 4)
+            part.scales = torch.full_like(part.scales, step)
+    if int8:
+        neurons.down_proj.codes.random_(-127, 128)
+        neurons.down_proj.scales.fill_(hidden**-0.5 / 64)
     return neurons
 
 
@@ -144,9 +166,17 @@ def bytes_read(neurons: Any, x_TD: Tensor) -> float:
     score_TF = neurons.scores(x_TD)
     down_rows = (score_TF > 0).any(0).sum()
     exact_rows = (score_TF > neurons.router.exact_margin).any(0).sum()
-    row_bytes = x_TD.shape[1] * x_TD.element_size()
-    rows = int(down_rows + 2 * exact_rows)
-    return float(neurons.router.weight_bytes() + rows * row_bytes)
+    if isinstance(neurons, MoesaicInt8Neurons):
+        down_bytes = neurons.down_proj.row_bytes()
+        rests = (
+            neurons.gate_proj.weight_bytes() + neurons.up_proj.weight_bytes()
+        )
+        exact_bytes = rests / neurons.sizes.num_routed
+    else:
+        down_bytes = x_TD.shape[1] * x_TD.element_size()
+        exact_bytes = 2 * down_bytes
+    of_rows = int(down_rows) * down_bytes + int(exact_rows) * exact_bytes
+    return float(neurons.router.weight_bytes() + of_rows)
 
 
 def timed_in_turn(calls: list[Callable[[], None]], rounds: int) -> list[float]:

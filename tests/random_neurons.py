@@ -10,6 +10,7 @@ from torch import Tensor
 from moesaic.modeling import (
     BlockConfig,
     MoesaicCopy,
+    MoesaicInt8Neurons,
     MoesaicNeurons,
     RouterConfig,
     Sizes,
@@ -28,6 +29,7 @@ def neurons_of(
     activation: str = "silu",
     dtype: torch.dtype = torch.float32,
     runs: float = 0.5,
+    int8: bool = False,
 ) -> MoesaicNeurons:
     """Random neurons; half of them run for `inputs_of`, some of these exactly."""
     router = RouterConfig(kind, "threshold")
@@ -35,15 +37,18 @@ def neurons_of(
         router = RouterConfig(kind, "threshold", bits=bits, exact=exact)
     block = BlockConfig("neurons", hidden, True, bias, activation, True, router)
     active = max(1, int(count * runs))
-    neurons = MoesaicNeurons(block, Sizes(shared=0, expert=1, num_routed=count, num_active=active))
+    made_of = MoesaicInt8Neurons if int8 else MoesaicNeurons
+    neurons = made_of(block, Sizes(shared=0, expert=1, num_routed=count, num_active=active))
     generator = torch.Generator().manual_seed(hidden + count)
     for parameter in neurons.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) / hidden**0.5
     neurons.to(dtype)
     chooser: Any = neurons.router
-    for copy in chooser.modules():
+    for copy in neurons.modules():
         if isinstance(copy, MoesaicCopy):
             fill(copy, generator, dtype)
+    if int8:
+        fill_rows(neurons.down_proj, generator, dtype)
     chooser.selection_bias = torch.randn(count, generator=generator) / 4
     set_thresholds(neurons, active)
     return neurons.eval()
@@ -53,11 +58,21 @@ def fill(copy: MoesaicCopy, generator: torch.Generator, dtype: torch.dtype) -> N
     half = 2 ** (copy.bits - 1)
     shape = (copy.out_features, copy.in_features)
     code_RI = torch.randint(-half, half, shape, generator=generator, dtype=torch.int8)
-    copy.planes = packed(code_RI, copy.bits)
+    planes_BRP = packed(code_RI, copy.bits)
+    if copy.planes.shape != planes_BRP.shape:  # what a copy leaves, row by row
+        planes_BRP = planes_BRP.transpose(0, 1).contiguous()
+    copy.planes = planes_BRP
     scales = torch.rand(copy.scales.shape, generator=generator) / copy.in_features**0.5
     copy.scales = scales.to(dtype)
     if copy.bias is not None:
         copy.bias = torch.randn(copy.out_features, generator=generator).to(dtype)
+
+
+def fill_rows(rows: Any, generator: torch.Generator, dtype: torch.dtype) -> None:
+    rows.codes = torch.randint(-128, 128, rows.codes.shape, generator=generator, dtype=torch.int8)
+    scales = torch.rand(rows.scales.shape, generator=generator) / 100
+    rows.scales = scales.to(dtype)
+    rows.bias = torch.randn(rows.bias.shape, generator=generator).to(dtype)
 
 
 def set_thresholds(neurons: Any, active: int) -> None:
@@ -82,6 +97,7 @@ def gap_near(ordered: Tensor, place: int) -> float:
 
 
 def inputs_of(neurons: Any, tokens: int) -> Tensor:
-    weight = neurons.up_proj.weight
+    hidden = neurons.block.hidden_size
     generator = torch.Generator().manual_seed(tokens)
-    return torch.randn(tokens, weight.shape[1], generator=generator).to(weight.dtype)
+    x_TD = torch.randn(tokens, hidden, generator=generator)
+    return x_TD.to(neurons.down_proj.bias.dtype)

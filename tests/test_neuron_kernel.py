@@ -10,7 +10,7 @@ from torch import nn
 
 from moesaic.kernels.build import library
 from moesaic.kernels.neurons import FEW_TOKENS, copy_weight, neurons_forward
-from moesaic.modeling import MoesaicCopy
+from moesaic.modeling import MoesaicCopy, MoesaicRest
 from tests.random_neurons import fill, inputs_of, neurons_of
 
 if library() is None:
@@ -45,6 +45,17 @@ def test_copies(shape: tuple[int, int], bits: int, tokens: int, dtype: torch.dty
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_weights_in_8_bits(
+    shape: tuple[int, int], bits: int, tokens: int, dtype: torch.dtype
+) -> None:
+    check(neurons_of(*shape, bits=bits, dtype=dtype, int8=True, bias=True), tokens)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gates(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> None:
@@ -60,12 +71,13 @@ def test_biases_and_activations(kind: str, activation: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_threads(threads: int) -> None:
+def test_threads(threads: int, int8: bool) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check(neurons_of(128, 200), 2)
+        check(neurons_of(128, 200, int8=int8), 2)
     finally:
         torch.set_num_threads(before)
 
@@ -87,8 +99,9 @@ def test_nobody_and_everybody_runs() -> None:
 
 
 @torch.no_grad()
-def test_tokens_are_computed_as_if_alone() -> None:
-    neurons = neurons_of(128, 200)
+@pytest.mark.parametrize("int8", [False, True])
+def test_tokens_are_computed_as_if_alone(int8: bool) -> None:
+    neurons = neurons_of(128, 200, int8=int8)
     x_TD = inputs_of(neurons, 4)
     together = neurons_forward(neurons, x_TD)
     alone = [neurons_forward(neurons, x_TD[t : t + 1]) for t in range(4)]
@@ -119,6 +132,21 @@ def test_who_is_turned_away() -> None:
 
 
 @torch.no_grad()
+def test_weights_in_8_bits_that_are_turned_away() -> None:
+    neurons: Any = neurons_of(64, 100, int8=True)
+    x_TD = inputs_of(neurons, 1)
+    assert neurons_forward(neurons, x_TD) is not None
+    assert neurons_forward(neurons, x_TD.bfloat16()) is None
+    assert neurons_forward(neurons, x_TD[:, :63]) is None
+    codes_FD = neurons.down_proj.codes
+    neurons.down_proj.codes = codes_FD.T.contiguous().T
+    assert neurons_forward(neurons, x_TD) is None
+    neurons.down_proj.codes = codes_FD
+    neurons.gate_proj.scales = neurons.gate_proj.scales.bfloat16()
+    assert neurons_forward(neurons, x_TD) is None
+
+
+@torch.no_grad()
 @pytest.mark.usefixtures("unasked_kernel")
 def test_a_block_takes_it_by_itself_unless_it_is_viewed(monkeypatch: pytest.MonkeyPatch) -> None:
     neurons: Any = neurons_of(64, 100)
@@ -142,3 +170,15 @@ def test_unpacked_copies_are_the_same_to_the_last_bit(
     found = copy_weight(copy)
     assert found is not None
     assert torch.equal(found, copy._unpacked())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_copies_leave_is_unpacked_the_same(shape: tuple[int, int]) -> None:
+    hidden, count = shape
+    rest = MoesaicRest(hidden, count)
+    fill(rest, torch.Generator().manual_seed(0), torch.bfloat16)
+    assert rest.planes.shape[0] == count
+    found = copy_weight(rest)
+    assert found is not None
+    assert torch.equal(found, rest._unpacked())

@@ -34,9 +34,7 @@ COPY_FUNCTIONS = {
     torch.float32: "moesaic_copy_float32",
     torch.bfloat16: "moesaic_copy_bfloat16",
 }
-_POINTERS = (
-    "x_TD",
-    "out_TD",
+_NEURONS = (
     "gate_FD",
     "up_FD",
     "down_FD",
@@ -51,6 +49,14 @@ _POINTERS = (
     "up_copy_bias_F",
     "bias_F",
 )
+_INT8_NEURONS = (
+    "gate_rest_planes_FBP",
+    "up_rest_planes_FBP",
+    "gate_rest_scales_FG",
+    "up_rest_scales_FG",
+    "down_scales_FG",
+)
+_POINTERS = ("x_TD", "out_TD", *_NEURONS, *_INT8_NEURONS)
 
 
 class _Call(ctypes.Structure):
@@ -105,14 +111,14 @@ def copy_weight(copy: Any) -> Tensor | None:
 
     To the last bit what `copy.weight()` gives without it, in one pass over its bytes.
     """
-    planes_BFP = copy.planes
+    planes_BFP = copy.planes_first()
     scales_FG = copy.scales
     dtype = scales_FG.dtype
     if dtype not in COPY_FUNCTIONS or not is_plain_inference(scales_FG):
         return None
     if scales_FG.device.type != "cpu":
         return None
-    if not _lies_as(planes_BFP, torch.uint8) or not _lies_as(scales_FG, dtype):
+    if not _lies_as(copy.planes, torch.uint8) or not _lies_as(scales_FG, dtype):
         return None
     compiled = library()
     if compiled is None:
@@ -124,6 +130,7 @@ def copy_weight(copy: Any) -> Tensor | None:
             ctypes.c_void_p(tensor.data_ptr())
             for tensor in (planes_BFP, scales_FG, weight_FD)
         ),
+        *(ctypes.c_int64(step) for step in planes_BFP.stride()[:2]),
         *(ctypes.c_int64(size) for size in shape),
         ctypes.c_int32(copy.bits),
         ctypes.c_int32(torch.get_num_threads()),
@@ -132,14 +139,19 @@ def copy_weight(copy: Any) -> Tensor | None:
 
 
 def _on_gpu(neurons: Any, x_TD: Tensor) -> Tensor | None:
-    """The same by Triton, which waits for no number: exact_margin stays where it is."""
+    """The same by Triton, which waits for no number: exact_margin stays where it is.
+
+    Not for weights in 8 bits.
+    """
     tensors = _tensors(neurons)
+    if "down_scales_FG" in tensors:
+        return None
     if not _fits(neurons, tensors, x_TD) or _is_watched(neurons):
         return None
     return gpu.call(
         "neurons",
         x_TD.contiguous(),
-        *(tensors.get(name) for name in _POINTERS[2:]),
+        *(tensors.get(name) for name in _NEURONS),
         getattr(neurons.router, "exact_margin", None),
         ACTIVATIONS[type(neurons.act_fn).__name__],
     )
@@ -163,7 +175,7 @@ def _call_of(neurons: Any, x_TD: Tensor) -> _Call | None:
             return call
     call = None
     if _fits(neurons, tensors, x_TD) and library() is not None:
-        call = _Call(F=len(neurons.up_proj.weight), D=x_TD.shape[1])
+        call = _Call(F=neurons.sizes.num_routed, D=x_TD.shape[1])
         call.activation = ACTIVATIONS[type(neurons.act_fn).__name__]
         if not neurons.router.reads_gates:
             call.bits = neurons.router.gate_copy.bits
@@ -179,28 +191,38 @@ def _tensors(neurons: Any) -> dict[str, Tensor | None]:
     Straight from where modules keep them. A part that is wrapped has none of its own.
     """
     parts = neurons._modules
-    gate, up, down = (
-        parts[name]._parameters
-        for name in ("gate_proj", "up_proj", "down_proj")
-    )
     router = parts["router"]
-    tensors: dict[str, Tensor | None] = {
-        "gate_FD": gate.get("weight"),
-        "up_FD": up.get("weight"),
-        "down_FD": down.get("weight"),
-        "gate_bias_F": gate.get("bias"),
-        "up_bias_F": up.get("bias"),
-        "down_bias_D": down.get("bias"),
-        "bias_F": router._buffers.get("selection_bias"),
-    }
+    tensors = {"bias_F": _own(router, "selection_bias")}
     for name in ("gate", "up"):
+        rows = parts[f"{name}_proj"]
+        if "planes" in rows._buffers:
+            tensors[f"{name}_rest_planes_FBP"] = _own(rows, "planes")
+            tensors[f"{name}_rest_scales_FG"] = _own(rows, "scales")
+        else:
+            tensors[f"{name}_FD"] = _own(rows, "weight")
+            tensors[f"{name}_bias_F"] = _own(rows, "bias")
         copy = router._modules.get(f"{name}_copy")
         if copy is not None:
-            buffers = copy._buffers
-            tensors[f"{name}_planes_BFP"] = buffers.get("planes")
-            tensors[f"{name}_scales_FG"] = buffers.get("scales")
-            tensors[f"{name}_copy_bias_F"] = buffers.get("bias")
+            tensors[f"{name}_planes_BFP"] = _own(copy, "planes")
+            tensors[f"{name}_scales_FG"] = _own(copy, "scales")
+            tensors[f"{name}_copy_bias_F"] = _own(copy, "bias")
+    down = parts["down_proj"]
+    tensors["down_bias_D"] = _own(down, "bias")
+    if "codes" in down._buffers:
+        tensors["down_FD"] = _own(down, "codes")
+        tensors["down_scales_FG"] = _own(down, "scales")
+    else:
+        tensors["down_FD"] = _own(down, "weight")
     return tensors
+
+
+def _own(module: Any, name: str) -> Tensor | None:
+    """A parameter or buffer of the module itself."""
+    parameter: Tensor | None = module._parameters.get(name)
+    if parameter is not None:
+        return parameter
+    buffer: Tensor | None = module._buffers.get(name)
+    return buffer
 
 
 def _fits(
@@ -211,15 +233,21 @@ def _fits(
         return False
     if type(neurons.act_fn).__name__ not in ACTIVATIONS:
         return False
-    matrices = [tensors[name] for name in ("gate_FD", "up_FD", "down_FD")]
-    if not can_be_read(matrices, x_TD):
+    in_8_bits = "down_scales_FG" in tensors
+    if not in_8_bits:
+        matrices = [tensors[name] for name in ("gate_FD", "up_FD", "down_FD")]
+        if not can_be_read(matrices, x_TD):
+            return False
+    elif x_TD.shape[1] != neurons.block.hidden_size:
         return False
     for name, tensor in tensors.items():
         dtype = x_TD.dtype
         if name == "bias_F":
             dtype = torch.float32
-        elif name.endswith("planes_BFP"):
+        elif "_planes_" in name:
             dtype = torch.uint8
+        elif name == "down_FD" and in_8_bits:
+            dtype = torch.int8
         if tensor is None:
             continue
         if tensor.device != x_TD.device or not _lies_as(tensor, dtype):
@@ -235,17 +263,26 @@ def _has_known_parts(neurons: Any) -> bool:
     from moesaic.modeling import (
         MoesaicCopyRouter,
         MoesaicGateRouter,
+        MoesaicInt8Neurons,
+        MoesaicInt8Rows,
         MoesaicNeurons,
+        MoesaicRest,
     )
 
-    if type(neurons) is not MoesaicNeurons:
-        return False
     if type(neurons.router) not in (MoesaicCopyRouter, MoesaicGateRouter):
         return False
-    if type(neurons.down_proj) is not Conv1D:
+    rows: type[nn.Module] = nn.Linear
+    down: type[nn.Module] = Conv1D
+    if type(neurons) is MoesaicInt8Neurons:
+        rows = MoesaicRest
+        down = MoesaicInt8Rows
+    elif type(neurons) is not MoesaicNeurons:
         return False
-    linears = (neurons.gate_proj, neurons.up_proj)
-    return all(type(linear) is nn.Linear for linear in linears)
+    if type(neurons.down_proj) is not down:
+        return False
+    return all(
+        type(part) is rows for part in (neurons.gate_proj, neurons.up_proj)
+    )
 
 
 def _is_watched(neurons: Any) -> bool:

@@ -5,10 +5,14 @@
 // Built on first use (kernels/build.py). Which neurons run is told by copies of W_gate and
 // W_up in a few bits, all of which are read, or by W_gate itself. Of those that run, rows
 // of the matrices are read: of W_down always, of the others where h is not the copies'.
-// For few tokens: each reads rows of its own.
+// For few tokens: each reads rows of its own. With weights in 8 bits a row of W_gate or
+// W_up is the copy's and what that leaves of it, in four bits more; those of W_down are
+// whole numbers with scales.
 //
 // Suffixes: T tokens, D hidden size, F neurons, P bytes of a row of a copy's bit plane, G
 // inputs that share a scale, groups of them.
+
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -16,15 +20,20 @@ namespace {
 
 constexpr int CHUNK = 64;        // neurons that are told of before those that run are read
 constexpr int GROUP = 64;        // inputs of a copy that share a scale
-constexpr int PREFETCHED = 256;  // bytes at the start of a row; the processor goes on
+constexpr int REST_BITS = 4;     // of what a copy leaves
 
 // A matrix (F, D) in a few bits a weight, scale * (code - 2^(bits - 1)). Bit b of eight
-// codes is a byte of plane b.
+// codes is a byte of plane b. Planes are so many bytes apart, and rows within one.
 template <typename T>
 struct Copy {
-  const uint8_t* planes_BFP;
+  const uint8_t* planes;
   const T* scales_FG;
   const T* bias_F;
+  int64_t plane_step, row_step;
+
+  const uint8_t* plane(int b, int64_t row) const {
+    return planes + b * plane_step + row * row_step;
+  }
 };
 
 // Eight bytes or the first few of them, and 0.
@@ -37,17 +46,45 @@ inline uint64_t first_bytes(const uint8_t* from, int64_t count) {
   return bits;
 }
 
-// 0 to 15 in bfloat16, twice.
-alignas(64) constexpr uint16_t BF16_CODES[2 * LANES] = {
-    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-    0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-    0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+#if defined(__AVX512VBMI__) && defined(__GFNI__)
+// Where the bytes of two groups' planes, sixteen of each, have to stand so that each eight
+// of them, turned as a matrix of bits, are eight codes: group k's, plane b in byte 7 - b.
+struct Places {
+  alignas(64) uint8_t of[2][GROUP];
+  constexpr Places() : of() {
+    for (int k = 0; k < 2; k++)
+      for (int i = 0; i < GROUP; i++) of[k][i] = uint8_t((7 - i % 8) * 16 + 8 * k + i / 8);
+  }
+};
+constexpr Places PLACES;
+
+// The codes of two groups, a byte each, from `at` on in every plane.
+template <int BITS>
+inline void two_groups(const uint8_t* const* plane, int64_t at, __m512i* codes) {
+  __m128i bytes[4] = {};
+  for (int b = 0; b < BITS; b++) bytes[b] = _mm_loadu_si128((const __m128i*)(plane[b] + at));
+  __m512i planes = _mm512_zextsi128_si512(bytes[0]);
+  planes = _mm512_inserti32x4(planes, bytes[1], 1);
+  if (BITS > 2) planes = _mm512_inserti32x4(planes, bytes[2], 2);
+  if (BITS > 3) planes = _mm512_inserti32x4(planes, bytes[3], 3);
+  const __mmask64 used = 0x0101010101010101ull * uint8_t(0xff << (8 - BITS));
+  const __m512i each_bit = _mm512_set1_epi64(0x8040201008040201);
+  for (int k = 0; k < 2; k++) {
+    const __m512i places = _mm512_load_si512(PLACES.of[k]);
+    const __m512i matrices = _mm512_maskz_permutexvar_epi8(used, places, planes);
+    codes[k] = _mm512_gf2p8affine_epi64_epi8(each_bit, matrices, 0);
+  }
+}
+#define TWO_GROUPS 1
+#endif
 
 // One group of a token's inputs times codes, from numbers laid out by `lay_out`.
 template <typename T, int BITS>
 struct Codes {
 #if defined(__AVX512BW__)
   __m512i bytes;
+
+  explicit Codes(__m512i codes) : bytes(codes) {}
 
   explicit Codes(const uint64_t* bits) {
     bytes = _mm512_maskz_set1_epi8(bits[0], 1);
@@ -67,14 +104,16 @@ struct Codes {
   }
 
 #if defined(__AVX512BF16__)
-  // Codes become bfloat16 by a table. Even and odd bytes stand apart, as does x.
+  // 128 + code is the code's bits behind those of 128. Even and odd bytes stand apart, as
+  // does x.
   Floats add(Floats sum, const bf16* x) const {
-    const __m512i table = _mm512_loadu_si512(BF16_CODES);
-    const __m512i even = _mm512_and_si512(bytes, _mm512_set1_epi16(0xff));
-    const __m512i odd = _mm512_srli_epi16(bytes, 8);
+    const __m512i base = _mm512_set1_epi16(0x4300);
+    const __m512i low = _mm512_set1_epi16(0xff);
+    const __m512i even = _mm512_ternarylogic_epi32(bytes, low, base, 0xea);  // a & b | c
+    const __m512i odd = _mm512_or_si512(_mm512_srli_epi16(bytes, 8), base);
     typedef Pack<bf16> P;
-    sum = P::add(sum, (__m512bh)_mm512_permutexvar_epi16(even, table), P::read(x));
-    return P::add(sum, (__m512bh)_mm512_permutexvar_epi16(odd, table), P::read(x + P::size));
+    sum = P::add(sum, (__m512bh)even, P::read(x));
+    return P::add(sum, (__m512bh)odd, P::read(x + P::size));
   }
 #endif
 #else
@@ -100,9 +139,11 @@ struct Codes {
 #if defined(__AVX512BW__) && defined(__AVX512BF16__)
 template <typename T>
 using Laid = T;  // numbers that codes are multiplied with
+constexpr float BASE[2] = {0, 128};  // what stands before codes in float32 and in bfloat16
 #else
 template <typename T>
 using Laid = float;
+constexpr float BASE[2] = {0, 0};
 #endif
 
 inline void lay(float* to, float value, int64_t i) { to[i] = value; }
@@ -113,32 +154,33 @@ inline void lay(bf16* to, float value, int64_t i) {
   put(to + (i - within) + within % 2 * (GROUP / 2) + within / 2, value);
 }
 
-// Tokens as codes are multiplied with them, and what 2^(bits - 1) takes off each group.
+// Tokens as codes are multiplied with them, and the sum of each group.
 template <typename T>
 struct Inputs {
   int64_t groups, lanes;  // and as many of them as fill vectors
   std::vector<Laid<T>> x_TG;
-  std::vector<float> off_TG;
+  std::vector<float> sum_TG;
 
-  Inputs(const T* x_TD, int64_t tokens, int64_t D, int bits)
+  Inputs(const T* x_TD, int64_t tokens, int64_t D)
       : groups((D + GROUP - 1) / GROUP),
         lanes((groups + LANES - 1) / LANES * LANES),
         x_TG(tokens * groups * GROUP),
-        off_TG(tokens * lanes) {
-    const float half = float(1 << (bits - 1));
+        sum_TG(tokens * lanes) {
     for (int64_t t = 0; t < tokens; t++)
       for (int64_t i = 0; i < D; i++) {
         const float value = number(x_TD[t * D + i]);
         lay(x_TG.data() + t * groups * GROUP, value, i);
-        off_TG[t * lanes + i / GROUP] -= half * value;
+        sum_TG[t * lanes + i / GROUP] += value;
       }
   }
 
   const Laid<T>* x(int64_t t, int64_t group) const {
     return x_TG.data() + (t * groups + group) * GROUP;
   }
-  Floats off(int64_t t, int64_t group) const {  // of sixteen groups
-    return load(off_TG.data() + t * lanes + group);
+  // What 2^(bits - 1), and what stands before codes, takes off sixteen groups.
+  Floats off(int64_t t, int64_t group, int bits) const {
+    const float base = BASE[std::is_same<T, bf16>::value];
+    return load(sum_TG.data() + t * lanes + group) * -(base + float(1 << (bits - 1)));
   }
 };
 
@@ -164,34 +206,63 @@ struct Running {
   int exact = 0;            // those whose rows of W_gate and W_up are read as well
   int64_t neuron[CHUNK];
   float told[CHUNK + LANES];  // their h by the copies, or their gate
+  float gate[CHUNK], up[CHUNK];  // by the copies, where weights are in 8 bits
   int exact_place[CHUNK + 2];
 
   void clear() { count = exact = 0; }
 };
 
-template <typename T>
+// y += h of ROWS neurons times their rows of whole numbers; each has `groups` scales.
+template <int ROWS, typename T>
+inline void add_rows(const int8_t* const* rows, const T* const* scales, int64_t D,
+                     const float* h, float* y_D) {
+  for (int64_t from = 0; from < D; from += GROUP) {
+    const int64_t end = std::min(from + GROUP, D);
+    float scaled[ROWS];
+    for (int r = 0; r < ROWS; r++) scaled[r] = h[r] * number(scales[r][from / GROUP]);
+    int64_t i = from;
+    for (; i + LANES <= end; i += LANES) {
+      Floats sum = load(y_D + i);
+      for (int r = 0; r < ROWS; r++) sum += load(rows[r] + i) * scaled[r];
+      store(y_D + i, sum);
+    }
+    for (; i < end; i++)
+      for (int r = 0; r < ROWS; r++) y_D[i] += scaled[r] * rows[r][i];
+  }
+}
+
+// W is what a row of W_down is made of: T, or int8_t with weights in 8 bits.
+template <typename T, typename W>
 struct Neurons {
+  static constexpr bool EIGHT_BITS = std::is_same<W, int8_t>::value;
+  // Bytes at the start of a row; the processor goes on.
+  static constexpr int PREFETCHED = EIGHT_BITS ? 512 : 256;
+
   const T* x_TD;
   const T* gate_FD;
   const T* up_FD;
-  const T* down_FD;
+  const W* down_FD;
+  const T* down_scales_FG;
   const T* gate_bias_F;
   const T* up_bias_F;
   Copy<T> gate_copy, up_copy;  // none: W_gate itself tells
+  Copy<T> gate_rest, up_rest;  // what they leave, with weights in 8 bits
   const float* bias_F;         // a neuron runs where log told^2 + bias is above 0
   float margin;                // and is exact where it is above this
   int64_t D, F;
   int activation;
 
-  bool by_gates() const { return gate_copy.planes_BFP == nullptr; }
+  bool by_gates() const { return gate_copy.planes == nullptr; }
 
-  // Sums of one row of a copy times N tokens, not yet added up over the lanes.
+  // Sums of one row of a copy times N tokens from `token` on, not yet added up over the
+  // lanes.
   template <int BITS, int N>
-  void row_of(const Copy<T>& copy, int64_t row, const Inputs<T>& inputs, Floats* sums) const {
+  void row_of(const Copy<T>& copy, int64_t row, const Inputs<T>& inputs, Floats* sums,
+              int64_t token = 0) const {
     const int64_t row_bytes = (D + 7) / 8;
     const int64_t whole = D / GROUP;
     const uint8_t* plane[BITS];
-    for (int b = 0; b < BITS; b++) plane[b] = copy.planes_BFP + (b * F + row) * row_bytes;
+    for (int b = 0; b < BITS; b++) plane[b] = copy.plane(b, row);
     const T* scales_G = copy.scales_FG + row * inputs.groups;
     Floats sum[N] = {};
     for (int64_t first = 0; first < inputs.groups; first += LANES) {
@@ -199,22 +270,47 @@ struct Neurons {
       const Floats scales = load_first(scales_G + first, count);
       float scale[LANES];
       store(scale, scales);
-      for (int t = 0; t < N; t++) sum[t] += scales * inputs.off(t, first);
-      for (int64_t g = first; g < first + count; g++) {
+      for (int t = 0; t < N; t++) sum[t] += scales * inputs.off(token + t, first, BITS);
+      const int64_t last = std::min(first + count, whole);
+      int64_t g = first;
+#if defined(TWO_GROUPS)
+      for (; g + 2 <= last; g += 2) {
+        __m512i two[2];
+        two_groups<BITS>(plane, 8 * g, two);
+        for (int k = 0; k < 2; k++) {
+          const Codes<T, BITS> codes(two[k]);
+          for (int t = 0; t < N; t++)
+            sum[t] += codes.add(Floats{}, inputs.x(token + t, g + k)) * scale[g + k - first];
+        }
+      }
+#endif
+      for (; g < last; g++) {
         uint64_t bits[BITS];
-        const int64_t bytes = g < whole ? 8 : row_bytes - 8 * whole;
-        for (int b = 0; b < BITS; b++) bits[b] = first_bytes(plane[b] + 8 * g, bytes);
+        for (int b = 0; b < BITS; b++) std::memcpy(bits + b, plane[b] + 8 * g, 8);
         const Codes<T, BITS> codes(bits);
         for (int t = 0; t < N; t++)
-          sum[t] += codes.add(Floats{}, inputs.x(t, g)) * scale[g - first];
+          sum[t] += codes.add(Floats{}, inputs.x(token + t, g)) * scale[g - first];
       }
+      if (last == first + count) continue;
+      uint64_t bits[BITS];  // of the last group, which is not whole
+      for (int b = 0; b < BITS; b++)
+        bits[b] = first_bytes(plane[b] + 8 * last, row_bytes - 8 * last);
+      const Codes<T, BITS> codes(bits);
+      for (int t = 0; t < N; t++)
+        sum[t] += codes.add(Floats{}, inputs.x(token + t, last)) * scale[last - first];
     }
     for (int t = 0; t < N; t++) sums[t] = sum[t];
   }
 
-  // h of sixteen neurons or fewer by their copies, for N tokens, (N, 16).
+  // Of sixteen neurons or fewer, for N tokens, (N, 16): h, or their gate where that tells.
+  template <int N>
+  struct Told {
+    float h[N * LANES], gate[N * LANES], up[N * LANES];
+  };
+
+  // h of sixteen neurons or fewer by their copies.
   template <int BITS, int N>
-  void told_by_copies(int64_t from, int count, const Inputs<T>& inputs, float* told) const {
+  void told_by_copies(int64_t from, int count, const Inputs<T>& inputs, Told<N>& told) const {
     Floats gate[N][LANES] = {}, up[N][LANES] = {};
     for (int i = 0; i < count; i++) {
       Floats sums[N];
@@ -226,14 +322,19 @@ struct Neurons {
     const Floats gate_bias = some(gate_copy.bias_F, from, count);
     const Floats up_bias = some(up_copy.bias_F, from, count);
     for (int t = 0; t < N; t++) {
-      const Floats g = activated(totals(gate[t]) + gate_bias, activation);
-      store(told + t * LANES, g * (totals(up[t]) + up_bias));
+      const Floats g = totals(gate[t]) + gate_bias;
+      const Floats u = totals(up[t]) + up_bias;
+      store(told.h + t * LANES, activated(g, activation) * u);
+      if (EIGHT_BITS) {
+        store(told.gate + t * LANES, g);
+        store(told.up + t * LANES, u);
+      }
     }
   }
 
   // act(W_gate x) of the same, by W_gate itself.
   template <int N>
-  void told_by_gates(int64_t from, int count, float* told) const {
+  void told_by_gates(int64_t from, int count, Told<N>& told) const {
     const T* x[N];
     for (int t = 0; t < N; t++) x[t] = x_TD + t * D;
     float sums[N * LANES];
@@ -248,7 +349,7 @@ struct Neurons {
     }
     const Floats bias = some(gate_bias_F, from, count);
     for (int t = 0; t < N; t++)
-      store(told + t * LANES, activated(load(sums + t * LANES) + bias, activation));
+      store(told.h + t * LANES, activated(load(sums + t * LANES) + bias, activation));
   }
 
   // Sixteen numbers from a place of a vector, 0 beyond `count`, or where there is none.
@@ -258,7 +359,7 @@ struct Neurons {
   }
 
   template <int BITS, int N>
-  void told(int64_t from, int count, const Inputs<T>& inputs, float* to) const {
+  void told(int64_t from, int count, const Inputs<T>& inputs, Told<N>& to) const {
     if (by_gates())
       told_by_gates<N>(from, count, to);
     else
@@ -271,16 +372,23 @@ struct Neurons {
     for (int t = 0; t < N; t++) running[t].clear();
     for (int64_t start = from; start < to; start += LANES) {
       const int count = int(std::min<int64_t>(LANES, to - start));
-      float h[N * LANES], least[LANES], least_exact[LANES];
-      told<BITS, N>(start, count, inputs, h);
+      float least[LANES], least_exact[LANES];
+      Told<N> of;
+      told<BITS, N>(start, count, inputs, of);
       const Floats bias = some(bias_F, start, count);
       store(least, exponential(-bias));
       store(least_exact, exponential(all(margin) - bias));
       for (int t = 0; t < N; t++)
         for (int i = 0; i < count; i++) {
-          const float value = h[t * LANES + i];
+          const int place = t * LANES + i;
+          const float value = of.h[place];
           const float energy = std::max(value * value, 1e-38f);
-          if (energy > least[i]) add(running[t], start + i, value, energy > least_exact[i]);
+          if (!(energy > least[i])) continue;
+          if (EIGHT_BITS) {
+            running[t].gate[running[t].count] = of.gate[place];
+            running[t].up[running[t].count] = of.up[place];
+          }
+          add(running[t], start + i, value, energy > least_exact[i]);
         }
     }
   }
@@ -292,30 +400,72 @@ struct Neurons {
     ahead(down_FD + neuron * D);
     if (!is_exact) return;
     running.exact_place[running.exact++] = place;
+    if (EIGHT_BITS) {
+      for (int b = 0; b < REST_BITS; b++) {
+        ahead(gate_rest.plane(b, neuron));
+        ahead(up_rest.plane(b, neuron));
+      }
+      return;
+    }
     ahead(up_FD + neuron * D);
     if (!by_gates()) ahead(gate_FD + neuron * D);
   }
 
-  void ahead(const T* row) const {
+  template <typename V>
+  void ahead(const V* row) const {
     for (int i = 0; i < PREFETCHED; i += 64) __builtin_prefetch((const char*)row + i);
   }
 
   // y += h of the neurons that run, times their rows of W_down.
-  void run(Running& running, const T* x_D, float* y_D) const {
+  void run(Running& running, int64_t t, const Inputs<T>& inputs, float* y_D) const {
     if (running.count == 0) return;
-    if (running.exact > 0) make_exact(running, x_D);
+    if (running.exact > 0) {
+      if (EIGHT_BITS)
+        add_rests(running, t, inputs);
+      else
+        make_exact(running, x_TD + t * D);
+    }
     // Rows are taken eight and four at a time; the last one stands for those that there
     // are not, and is multiplied with 0.
-    const T* rows[CHUNK + 8];
+    const W* rows[CHUNK + 8];
+    const T* scales[CHUNK + 8];
     float* h = running.told;
     for (int i = 0; i < CHUNK + 8; i++) {
-      const int place = std::min(i, running.count - 1);
-      rows[i] = down_FD + running.neuron[place] * D;
+      const int64_t neuron = running.neuron[std::min(i, running.count - 1)];
+      rows[i] = down_FD + neuron * D;
+      if (EIGHT_BITS) scales[i] = down_scales_FG + neuron * inputs.groups;
     }
     for (int i = 0; i < 4; i++) h[running.count + i] = 0;
     int i = 0;
-    for (; i + 8 <= running.count; i += 8) add_rows<8, 1>(rows + i, 0, D, h + i, &y_D);
-    for (; i < running.count; i += 4) add_rows<4, 1>(rows + i, 0, D, h + i, &y_D);
+    if constexpr (EIGHT_BITS) {
+      for (; i + 8 <= running.count; i += 8) add_rows<8>(rows + i, scales + i, D, h + i, y_D);
+      for (; i < running.count; i += 4) add_rows<4>(rows + i, scales + i, D, h + i, y_D);
+    } else {
+      for (; i + 8 <= running.count; i += 8) add_rows<8, 1>(rows + i, 0, D, h + i, &y_D);
+      for (; i < running.count; i += 4) add_rows<4, 1>(rows + i, 0, D, h + i, &y_D);
+    }
+  }
+
+  // h of those that are exact: what the copies say, and what they leave. Eight at a time.
+  void add_rests(Running& running, int64_t t, const Inputs<T>& inputs) const {
+    constexpr int EIGHT = LANES / 2;
+    for (int start = 0; start < running.exact; start += EIGHT) {
+      const int count = std::min(EIGHT, running.exact - start);
+      Floats rests[LANES] = {};
+      float of_copies[LANES] = {}, sums[LANES], gates[LANES];
+      for (int i = 0; i < count; i++) {
+        const int place = running.exact_place[start + i];
+        const int64_t neuron = running.neuron[place];
+        row_of<REST_BITS, 1>(gate_rest, neuron, inputs, rests + i, t);
+        row_of<REST_BITS, 1>(up_rest, neuron, inputs, rests + EIGHT + i, t);
+        of_copies[i] = running.gate[place];
+        of_copies[EIGHT + i] = running.up[place];
+      }
+      store(sums, totals(rests) + load(of_copies));
+      store(gates, activated(load(sums), activation));
+      for (int i = 0; i < count; i++)
+        running.told[running.exact_place[start + i]] = gates[i] * sums[EIGHT + i];
+    }
   }
 
   // h of those that are exact, two at a time.
@@ -363,7 +513,7 @@ struct Neurons {
       Running* before = running[(chunk + 1) % 2];
       if (chunk < last) choose<BITS, N>(from, std::min(from + CHUNK, F), inputs, now);
       if (chunk > first)
-        for (int t = 0; t < N; t++) run(before[t], x_TD + t * D, y_TD + t * D);
+        for (int t = 0; t < N; t++) run(before[t], t, inputs, y_TD + t * D);
     }
   }
 };
@@ -385,29 +535,35 @@ struct Call {
   const void* gate_copy_bias_F;
   const void* up_copy_bias_F;
   const float* bias_F;
+  const uint8_t* gate_rest_planes_FBP;
+  const uint8_t* up_rest_planes_FBP;
+  const void* gate_rest_scales_FG;
+  const void* up_rest_scales_FG;
+  const void* down_scales_FG;
   int64_t tokens, F, D;
   float margin;
   int32_t bits, activation, threads;
 };
 
-// Numbers [begin, end) of what all threads have summed up, and the output's bias.
-template <typename T>
+// Numbers [begin, end) of what all threads have summed up, and the output's bias. Sums of
+// rows of W lie as those are added.
+template <typename T, typename W>
 void write_sums(const float* y_PTD, int64_t begin, int64_t end, int64_t D, int parts,
                 int64_t apart, const T* bias_D, T* out_TD) {
   for (int64_t i = begin; i < end; i++) {
     const int64_t within = i % D;
     float sum = bias_D ? number(bias_D[within]) : 0.0f;
-    const float* from = y_PTD + (i - within) + place<T>(within, D);
+    const float* from = y_PTD + (i - within) + place<W>(within, D);
     for (int p = 0; p < parts; p++) sum += from[p * apart];
     put(out_TD + i, sum);
   }
 }
 
-template <typename T, int BITS, int N>
-void run_tokens(const Neurons<T>& neurons, const Call& call) {
+template <typename T, typename W, int BITS, int N>
+void run_tokens(const Neurons<T, W>& neurons, const Call& call) {
   const int64_t D = neurons.D;
   const int64_t chunks = (neurons.F + CHUNK - 1) / CHUNK;
-  const Inputs<T> inputs(neurons.x_TD, neurons.by_gates() ? 0 : N, D, BITS);
+  const Inputs<T> inputs(neurons.x_TD, neurons.by_gates() ? 0 : N, D);
   static thread_local std::vector<float> kept;
   if (kept.size() < size_t(call.threads * N * D)) kept.resize(call.threads * N * D);
   float* y_PTD = kept.data();
@@ -419,45 +575,64 @@ void run_tokens(const Neurons<T>& neurons, const Call& call) {
     neurons.template run_chunks<BITS, N>(mine.begin, mine.end, inputs, y_TD);
 #pragma omp barrier
     const Part numbers(N * D);
-    write_sums(y_PTD, numbers.begin, numbers.end, D, omp_get_num_threads(), N * D,
-               (const T*)call.down_bias_D, (T*)call.out_TD);
+    write_sums<T, W>(y_PTD, numbers.begin, numbers.end, D, omp_get_num_threads(), N * D,
+                     (const T*)call.down_bias_D, (T*)call.out_TD);
   }
 }
 
-template <typename T, int BITS>
-void run_bits(const Neurons<T>& neurons, const Call& call) {
+template <typename T, typename W, int BITS>
+void run_bits(const Neurons<T, W>& neurons, const Call& call) {
   switch (call.tokens) {
-    case 1: return run_tokens<T, BITS, 1>(neurons, call);
-    case 2: return run_tokens<T, BITS, 2>(neurons, call);
-    case 3: return run_tokens<T, BITS, 3>(neurons, call);
-    case 4: return run_tokens<T, BITS, 4>(neurons, call);
+    case 1: return run_tokens<T, W, BITS, 1>(neurons, call);
+    case 2: return run_tokens<T, W, BITS, 2>(neurons, call);
+    case 3: return run_tokens<T, W, BITS, 3>(neurons, call);
+    case 4: return run_tokens<T, W, BITS, 4>(neurons, call);
+  }
+}
+
+template <typename T, typename W>
+void run_neurons(const Call& call) {
+  const int64_t row_bytes = (call.D + 7) / 8;
+  const int64_t plane_bytes = call.F * row_bytes;
+  const Copy<T> gate_copy{call.gate_planes_BFP, (const T*)call.gate_scales_FG,
+                          (const T*)call.gate_copy_bias_F, plane_bytes, row_bytes};
+  const Copy<T> up_copy{call.up_planes_BFP, (const T*)call.up_scales_FG,
+                        (const T*)call.up_copy_bias_F, plane_bytes, row_bytes};
+  // Planes of a row side by side, since only some rows are read.
+  const int64_t rest_bytes = REST_BITS * row_bytes;
+  const Copy<T> gate_rest{call.gate_rest_planes_FBP, (const T*)call.gate_rest_scales_FG,
+                          nullptr, row_bytes, rest_bytes};
+  const Copy<T> up_rest{call.up_rest_planes_FBP, (const T*)call.up_rest_scales_FG, nullptr,
+                        row_bytes, rest_bytes};
+  const Neurons<T, W> neurons{(const T*)call.x_TD,
+                              (const T*)call.gate_FD,
+                              (const T*)call.up_FD,
+                              (const W*)call.down_FD,
+                              (const T*)call.down_scales_FG,
+                              (const T*)call.gate_bias_F,
+                              (const T*)call.up_bias_F,
+                              gate_copy,
+                              up_copy,
+                              gate_rest,
+                              up_rest,
+                              call.bias_F,
+                              call.margin,
+                              call.D,
+                              call.F,
+                              call.activation};
+  switch (call.bits) {
+    case 2: return run_bits<T, W, 2>(neurons, call);
+    case 3: return run_bits<T, W, 3>(neurons, call);
+    default: return run_bits<T, W, 4>(neurons, call);
   }
 }
 
 template <typename T>
-void run_neurons(const Call& call) {
-  const Copy<T> gate_copy{call.gate_planes_BFP, (const T*)call.gate_scales_FG,
-                          (const T*)call.gate_copy_bias_F};
-  const Copy<T> up_copy{call.up_planes_BFP, (const T*)call.up_scales_FG,
-                        (const T*)call.up_copy_bias_F};
-  const Neurons<T> neurons{(const T*)call.x_TD,
-                           (const T*)call.gate_FD,
-                           (const T*)call.up_FD,
-                           (const T*)call.down_FD,
-                           (const T*)call.gate_bias_F,
-                           (const T*)call.up_bias_F,
-                           gate_copy,
-                           up_copy,
-                           call.bias_F,
-                           call.margin,
-                           call.D,
-                           call.F,
-                           call.activation};
-  switch (call.bits) {
-    case 2: return run_bits<T, 2>(neurons, call);
-    case 3: return run_bits<T, 3>(neurons, call);
-    default: return run_bits<T, 4>(neurons, call);
-  }
+void run_call(const Call& call) {
+  if (call.down_scales_FG)
+    run_neurons<T, int8_t>(call);
+  else
+    run_neurons<T, T>(call);
 }
 
 // The matrix that a copy stands for, rounded as (code - half) * scale is.
@@ -471,8 +646,7 @@ void write_copy(const Copy<T>& copy, T* out_FD, int64_t F, int64_t D, int thread
     for (int64_t g = 0; g < groups; g++) {
       uint64_t bits[BITS];
       for (int b = 0; b < BITS; b++) {
-        const uint8_t* plane = copy.planes_BFP + (b * F + row) * row_bytes;
-        bits[b] = first_bytes(plane + 8 * g, std::min<int64_t>(8, row_bytes - 8 * g));
+        bits[b] = first_bytes(copy.plane(b, row) + 8 * g, std::min<int64_t>(8, row_bytes - 8 * g));
       }
       const Codes<T, BITS> codes(bits);
       float values[GROUP];
@@ -485,9 +659,9 @@ void write_copy(const Copy<T>& copy, T* out_FD, int64_t F, int64_t D, int thread
 }
 
 template <typename T>
-void write_copy_of(const void* planes, const void* scales, void* out, int64_t F, int64_t D,
-                   int bits, int threads) {
-  const Copy<T> copy{(const uint8_t*)planes, (const T*)scales, nullptr};
+void write_copy_of(const void* planes, const void* scales, void* out, int64_t plane_step,
+                   int64_t row_step, int64_t F, int64_t D, int bits, int threads) {
+  const Copy<T> copy{(const uint8_t*)planes, (const T*)scales, nullptr, plane_step, row_step};
   switch (bits) {
     case 2: return write_copy<T, 2>(copy, (T*)out, F, D, threads);
     case 3: return write_copy<T, 3>(copy, (T*)out, F, D, threads);
@@ -498,14 +672,14 @@ void write_copy_of(const void* planes, const void* scales, void* out, int64_t F,
 }  // namespace
 
 extern "C" void moesaic_copy_float32(const void* planes, const void* scales, void* out,
-                                     int64_t F, int64_t D, int bits, int threads) {
-  write_copy_of<float>(planes, scales, out, F, D, bits, threads);
+    int64_t plane_step, int64_t row_step, int64_t F, int64_t D, int bits, int threads) {
+  write_copy_of<float>(planes, scales, out, plane_step, row_step, F, D, bits, threads);
 }
 
 extern "C" void moesaic_copy_bfloat16(const void* planes, const void* scales, void* out,
-                                      int64_t F, int64_t D, int bits, int threads) {
-  write_copy_of<bf16>(planes, scales, out, F, D, bits, threads);
+    int64_t plane_step, int64_t row_step, int64_t F, int64_t D, int bits, int threads) {
+  write_copy_of<bf16>(planes, scales, out, plane_step, row_step, F, D, bits, threads);
 }
 
-extern "C" void moesaic_neurons_float32(const Call* call) { run_neurons<float>(*call); }
-extern "C" void moesaic_neurons_bfloat16(const Call* call) { run_neurons<bf16>(*call); }
+extern "C" void moesaic_neurons_float32(const Call* call) { run_call<float>(*call); }
+extern "C" void moesaic_neurons_bfloat16(const Call* call) { run_call<bf16>(*call); }

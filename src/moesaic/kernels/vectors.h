@@ -49,6 +49,17 @@ inline Floats load(const bf16* from) {
   return (Floats)(__builtin_convertvector(halves, Ints) << 16);
 }
 
+inline Floats load(const int8_t* from) {
+#if defined(__AVX512BW__)
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#else
+  Ints whole;
+  for (int i = 0; i < LANES; i++) whole[i] = from[i];
+  return __builtin_convertvector(whole, Floats);
+#endif
+}
+
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
 inline float number(float value) { return value; }

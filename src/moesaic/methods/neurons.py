@@ -51,13 +51,14 @@ from moesaic.modeling import (
     new_neuron_router,
     packed,
 )
-from moesaic.parts.carve import carve_neurons
+from moesaic.parts.carve import carve_int8_neurons, carve_neurons
 from moesaic.parts.copies import low_bits
 from moesaic.parts.partition import Partition
 from moesaic.parts.sketches import sketch_up
 from moesaic.parts.thresholds import set_neuron_thresholds
 
 CHOOSE_BY = ("copies", "sketch")
+WEIGHTS = ("own", "int8")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ class MoesaicNeurons(ExpertMethod):
         "Of the neurons that run, the share that reads exact rows of W_gate and W_up; "
         "the others run on their copies. It rises to 1 where more than two thirds run.",
         0,
+    )
+    weights: str = setting(
+        "own",
+        "What weights are kept in: the model's own number format, or about 8 bits each, "
+        "half of which are the copies.",
+        choices=WEIGHTS,
     )
     directions: int = setting(
         24, "With a sketch: rank of the stand-in for W_up.", 1
@@ -108,6 +115,8 @@ class MoesaicNeurons(ExpertMethod):
             raise self._bad_setting("bits", f"{most} is the most")
         if self.exact > 1:
             raise self._bad_setting("exact", "it is a share of at most 1")
+        if self.weights == "int8" and self.choose_by != "copies":
+            raise self._bad_setting("weights", "only copies are a part of them")
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
         """One neuron per expert, of the budget that a layout or a sparsity gives.
@@ -134,11 +143,12 @@ class MoesaicNeurons(ExpertMethod):
         return RouterConfig("gates", "threshold", rank)
 
     def block(self, ffn: FFNShape) -> BlockConfig:
+        replacement = "neurons" if self.weights == "own" else "int8-neurons"
         return block_config(
             ffn,
             self.router_config(ffn),
             output_bias=True,
-            replacement="neurons",
+            replacement=replacement,
         )
 
     def partition(self, fit: LayerFit) -> Partition:
@@ -152,7 +162,8 @@ class MoesaicNeurons(ExpertMethod):
         return fit_neuron_router(fit)
 
     def assemble(self, fit: LayerFit, repaired: DenseFFN) -> MoesaicReplacement:
-        return carve_neurons(repaired, fit.router, fit.block, fit.sizes)
+        carve = carve_neurons if self.weights == "own" else carve_int8_neurons
+        return carve(repaired, fit.router, fit.block, fit.sizes)
 
     def repair(self, fit: LayerFit) -> DenseFFN:
         if self.repair_by == "none":
@@ -177,6 +188,8 @@ class MoesaicNeurons(ExpertMethod):
             exact = moe.block.router.num_exact(sizes) / sizes.num_active
             if exact < 1:
                 told_by += f", {exact:.0%} of those that run exact"
+        if self.weights == "int8":
+            told_by += ", weights in 8 bits"
         return f"on average {active_words(moe)} of {routed} neurons, {told_by}"
 
 

@@ -3,10 +3,10 @@
 Table of contents: `moe_config` types of config.json; `projections`, `copies`,
 `routers`, `neuron_routers`, `token_ids`, `experts` the parts; `replacement` what stands
 in for a module, `block` and `mean_block` for an FFN, `neurons` for an FFN neuron by
-neuron, `prompt_neurons` for an FFN whose neurons a prompt chooses, `hierarchy` for the
-experts of a mixture, `linears` for a linear layer, `shortcuts` for a decoder
-layer that is passed by in other axes; `modeling` the models that carry
-them.
+neuron, `int8_neurons` for the same in 8 bits, `prompt_neurons` for an FFN whose neurons
+a prompt chooses, `hierarchy` for the experts of a mixture, `linears` for a linear layer,
+`shortcuts` for a decoder layer that is passed by in other axes; `modeling` the models
+that carry them.
 """
 
 from transformers import AutoConfig
@@ -15,6 +15,12 @@ from .block_moesaic import MoesaicBlock, MoesaicSharedExpert
 from .copies_moesaic import GROUP, MoesaicCopy, packed, unpacked
 from .experts_moesaic import MoesaicExperts
 from .hierarchy_moesaic import MoesaicHierarchy
+from .int8_neurons_moesaic import (
+    REST_BITS,
+    MoesaicInt8Neurons,
+    MoesaicInt8Rows,
+    MoesaicRest,
+)
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
 from .mean_block_moesaic import MoesaicMeanBlock
 from .modeling_moesaic import (
@@ -76,6 +82,7 @@ __all__ = [
     "GROUP",
     "LINEAR_REPLACEMENTS",
     "REPLACEMENTS",
+    "REST_BITS",
     "BlockConfig",
     "ConfigError",
     "LinearConfig",
@@ -89,6 +96,8 @@ __all__ = [
     "MoesaicGateRouter",
     "MoesaicHashRouter",
     "MoesaicHierarchy",
+    "MoesaicInt8Neurons",
+    "MoesaicInt8Rows",
     "MoesaicLinearRouter",
     "MoesaicMLPRouter",
     "MoesaicMeanBlock",
@@ -100,6 +109,7 @@ __all__ = [
     "MoesaicPromptNeurons",
     "MoesaicQuadraticRouter",
     "MoesaicReplacement",
+    "MoesaicRest",
     "MoesaicRouter",
     "MoesaicSharedExpert",
     "MoesaicSketchRouter",

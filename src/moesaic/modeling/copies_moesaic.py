@@ -56,8 +56,12 @@ class MoesaicCopy(nn.Module):
         weight_RI = None if own is None else own.copy_weight(self)
         return self._unpacked() if weight_RI is None else weight_RI
 
+    def planes_first(self) -> Tensor:
+        """The bit planes as (B, R, P), however they lie in memory."""
+        return self.planes
+
     def _unpacked(self) -> Tensor:
-        code_RI = unpacked(self.planes, self.in_features)
+        code_RI = unpacked(self.planes_first(), self.in_features)
         scale_RI = self.scales.repeat_interleave(GROUP, dim=1)
         scale_RI = scale_RI[:, : self.in_features]
         return code_RI.to(scale_RI.dtype) * scale_RI

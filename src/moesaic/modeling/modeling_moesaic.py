@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .block_moesaic import MoesaicBlock
+from .int8_neurons_moesaic import MoesaicInt8Neurons
 from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
 from .mean_block_moesaic import MoesaicMeanBlock
 from .moe_config_moesaic import MoEConfig
@@ -38,6 +39,7 @@ REPLACEMENTS: dict[str, Any] = {
     "experts": MoesaicBlock,
     "experts-with-means": MoesaicMeanBlock,
     "neurons": MoesaicNeurons,
+    "int8-neurons": MoesaicInt8Neurons,
     "prompt-neurons": MoesaicPromptNeurons,
 }
 _FLOAT32_NAMES = {

@@ -23,7 +23,11 @@ ROUTER_KINDS = (
     *NEURON_KINDS,
 )
 # The routers that go with a replacement; those of experts have all the others.
-ROUTERS_OF = {"neurons": NEURON_KINDS, "prompt-neurons": ("prompt",)}
+ROUTERS_OF = {
+    "neurons": NEURON_KINDS,
+    "int8-neurons": ("copies",),
+    "prompt-neurons": ("prompt",),
+}
 COPY_BITS = (2, 3, 4)
 EXACT_FROM = 2 / 3  # of a layer's neurons (docs/log.md, 2026-11-22)
 CHOOSERS = ("topk", "threshold")
@@ -31,6 +35,7 @@ REPLACEMENT_KINDS = (
     "experts",
     "experts-with-means",
     "neurons",
+    "int8-neurons",
     "prompt-neurons",
 )
 LINEAR_KINDS = ("thresholded",)
@@ -212,7 +217,7 @@ class BlockConfig:
             return "router kind" if self.router.kind in of_others else None
         if self.router.kind not in own:
             return "router kind"
-        if self.replacement == "neurons" and not self.gated:
+        if self.router.kind in NEURON_KINDS and not self.gated:
             return "router kind"
         return None
 

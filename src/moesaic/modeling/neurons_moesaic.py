@@ -44,12 +44,15 @@ class MoesaicNeurons(MoesaicReplacement):
         self.config = ALONE
         self.block = block
         self.sizes = sizes
+        self._add_projections(hidden, neurons, bias)
+        self.act_fn = ACT2FN[block.activation]
+        self.router = new_neuron_router(block, sizes)
+
+    def _add_projections(self, hidden: int, neurons: int, bias: bool) -> None:
         self.gate_proj = nn.Linear(hidden, neurons, bias=bias)
         self.up_proj = nn.Linear(hidden, neurons, bias=bias)
         # Its bias is the FFN's, or the repair's intercept.
         self.down_proj = Conv1D(hidden, neurons)
-        self.act_fn = ACT2FN[block.activation]
-        self.router = new_neuron_router(block, sizes)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden = hidden_states.shape[-1]
@@ -94,13 +97,17 @@ class MoesaicNeurons(MoesaicReplacement):
         gate_TF = self.gate_proj(x_TD)
         return self.act_fn(gate_TF)
 
+    def _ups(self, x_TD: Tensor) -> Tensor:
+        """W_up x of every neuron (T, F)."""
+        return self.up_proj(x_TD)
+
     def _hidden(
         self, x_TD: Tensor, told_TF: Tensor, score_TF: Tensor
     ) -> Tensor:
         """h of all neurons (T, F): exact, or what their copies say."""
         if self.router.reads_gates:
-            return told_TF * self.up_proj(x_TD)
-        h_TF = self._gates(x_TD) * self.up_proj(x_TD)
+            return told_TF * self._ups(x_TD)
+        h_TF = self.hidden(x_TD)
         exact_TF = score_TF > self.router.exact_margin
         return torch.where(exact_TF, h_TF, told_TF)
 
@@ -156,7 +163,7 @@ class MoesaicNeurons(MoesaicReplacement):
         return self.chosen(x_TD), added_TF
 
     def hidden(self, x_TD: Tensor) -> Tensor:
-        return self._gates(x_TD) * self.up_proj(x_TD)
+        return self._gates(x_TD) * self._ups(x_TD)
 
     def active_weights(self) -> float:
         down_rows = self.sizes.num_active

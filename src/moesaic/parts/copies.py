@@ -57,6 +57,28 @@ def low_bits(
     return LowBits(code_RI, torch.stack(scales, dim=1))
 
 
+@torch.no_grad()
+def nearest_bits(weight_RI: Tensor, bits: int, dtype: torch.dtype) -> LowBits:
+    """Codes and scales (in `dtype`) that keep W itself: each weight by itself.
+
+    The scales are those of `low_bits` for inputs of equal energy. 20 R I simple steps.
+    """
+    code_RI = torch.empty(
+        weight_RI.shape, dtype=torch.int8, device=weight_RI.device
+    )
+    scales = []
+    inputs = weight_RI.shape[1]
+    for start in range(0, inputs, GROUP):
+        end = min(start + GROUP, inputs)
+        group_RC = weight_RI[:, start:end].float()
+        equal_C = torch.ones(end - start, device=weight_RI.device)
+        scale_R = _best_scale(group_RC, equal_C, bits).to(dtype)
+        code_RC = codes(group_RC, scale_R.float(), bits)
+        code_RI[:, start:end] = code_RC.to(torch.int8)
+        scales.append(scale_R)
+    return LowBits(code_RI, torch.stack(scales, dim=1))
+
+
 def _inverse_root(gram_II: Tensor) -> Tensor:
     """Upper triangular U with U^T U the inverse of the damped Gram matrix."""
     damped_II = gram_II.double().clone()
