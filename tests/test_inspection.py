@@ -493,7 +493,24 @@ def test_two_models_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
     assert "Side by side" in page
     assert "layer 2, the other model:" in page
     assert page.count('"name":"the other model"') == 1
+    # Static pruning routes nothing, so there are no loads of it to be shown.
+    assert "How often each expert runs: this model" in page
+    assert "How often each expert runs: the other model" not in page
+    for whose in ("this model", "the other model"):
+        assert f"How often neurons are active: {whose}" in page
     assert result.to_dict()["against"]["record"]["report"]["method"]["name"] == "static"
+
+
+def test_two_routed_models_have_loads_and_recall_of_their_own(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    moesaic.convert(
+        "demo", "moesaic", "S1A5E8", [TEXT], output=other, samples=4, sequence_length=64
+    )
+    page = moesaic.inspect(folder, against=other).page()
+    for title in ("How often each expert runs", "How well the router chooses"):
+        assert page.index(f"{title}: this model") < page.index(f"{title}: the other model")
+    alone = moesaic.inspect(folder).page()
+    assert "How often each expert runs:" not in alone
 
 
 def test_a_text_of_the_users_is_shown(folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
@@ -13,7 +13,7 @@ from moesaic.conversion.layer_error import LayerReport
 from moesaic.inspection import charts
 from moesaic.inspection.answers import percent
 from moesaic.inspection.charts import Series, short
-from moesaic.inspection.measure import HIGHEST_RATE, RATE_BINS, Pass
+from moesaic.inspection.measure import HIGHEST_RATE, RATE_BINS
 from moesaic.inspection.record import Record
 
 if TYPE_CHECKING:
@@ -61,9 +61,17 @@ def layer_figures(record: Record, other: Inspected | None) -> list[Figure]:
     layers = [] if record.report is None else record.report.layers
     if not layers:
         return []
-    figures = [_error_figure(layers, _layers_of(other))]
-    if any(layer.router_recall is not None for layer in layers):
-        figures.append(_router_figure(layers))
+    others = _layers_of(other)
+    figures = [_error_figure(layers, others)]
+    for whose, of_model in (
+        ("this model", layers),
+        ("the other model", others),
+    ):
+        if any(layer.router_recall is not None for layer in of_model):
+            figure = _router_figure(of_model)
+            if others:
+                figure = replace(figure, title=f"{figure.title}: {whose}")
+            figures.append(figure)
     return figures
 
 
@@ -164,9 +172,21 @@ def layer_notes(record: Record) -> list[str]:
 # --- loads and rates -------------------------------------------------------------------
 
 
-def load_figures(inspected: Inspected) -> list[Figure]:
-    figures = [_heat_figure(inspected), _rates_figure(inspected.passed)]
-    return [figure for figure in figures if figure is not None]
+def load_figures(ours: Inspected, other: Inspected | None) -> list[Figure]:
+    """Loads and activation rates; with another model its own beside each."""
+    models = [("this model", ours)]
+    if other is not None:
+        models.append(("the other model", other))
+    figures = []
+    for figure_of in (_heat_figure, _rates_figure):
+        for whose, inspected in models:
+            figure = figure_of(inspected)
+            if figure is None:
+                continue
+            if other is not None:
+                figure = replace(figure, title=f"{figure.title}: {whose}")
+            figures.append(figure)
+    return figures
 
 
 def _heat_figure(inspected: Inspected) -> Figure | None:
@@ -250,8 +270,9 @@ def _cells(
     return cells
 
 
-def _rates_figure(passed: Pass | None) -> Figure | None:
+def _rates_figure(inspected: Inspected) -> Figure | None:
     """How many neurons are how often among a token's largest, over all layers."""
+    passed = inspected.passed
     if passed is None:
         return None
     known = [

@@ -83,7 +83,7 @@ def draw(inspection: Inspection) -> str:
         bench=inspection.bench,
         layer_figures=layer_figures(ours.record, other),
         notes=layer_notes(ours.record),
-        load_figures=load_figures(ours),
+        load_figures=load_figures(ours, other),
         other=other,
         side=None if other is None else _side_by_side(ours, other),
         tokens=_token_data(inspection),
