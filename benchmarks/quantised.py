@@ -4,8 +4,8 @@
         [--sequence-length 256] [--tokens 16384] [--up-steps 4]
 
 Prints perplexity over the dense model's against the bytes that the FFNs read for one token. Fewer
-bits are GPTQ's for the dense FFNs (groups of 64 inputs, a scale of 16 bits, fitted on the
-calibration text), and each weight's nearest for experts. Attention and the head stay as they are.
+bits are GPTQ's for the dense FFNs (groups of 64 inputs, a scale in the model's number format,
+fitted on the calibration text), and each weight's nearest for experts. Attention and the head stay as they are.
 A text is a file; what follows its first nine tenths is not fitted to where both are the same file.
 """
 
@@ -24,7 +24,6 @@ from moesaic.evaluate.weight_bytes import count_bytes
 from moesaic.modeling import GROUP, MoesaicExperts
 from moesaic.parts.copies import LowBits, low_bits, nearest_bits
 
-SCALE_BITS = 16
 DENSE_BITS = (8, 6, 5, 4, 3)
 EXPERT_BITS = (8, 4)
 SKIPPED = (0.25, 0.5)
@@ -70,7 +69,11 @@ def main() -> None:
     for bits in DENSE_BITS:
         model = _load(options.model)
         quantise_dense(model, fitted_NL, bits)
-        row(f"dense FFNs in {bits} bits", model, stored_bits(bits) / own_bits)
+        row(
+            f"dense FFNs in {bits} bits",
+            model,
+            stored_bits(bits, own_bits) / own_bits,
+        )
 
     def converted(
         method: str, settings: dict[str, object], sparsity: float
@@ -108,7 +111,7 @@ def main() -> None:
         for bits in EXPERT_BITS:
             # In turn on the same model: 4 bits of 8 are as good as 4 bits.
             quantise_experts(model, bits)
-            smaller = share * stored_bits(bits) / own_bits
+            smaller = share * stored_bits(bits, own_bits) / own_bits
             row(f"the same in {bits} bits", model, smaller)
 
 
@@ -124,9 +127,9 @@ def _load(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
 
 
-def stored_bits(bits: int) -> float:
+def stored_bits(bits: int, scale_bits: int) -> float:
     """Bits of a weight, its part of a scale included."""
-    return bits + SCALE_BITS / GROUP
+    return bits + scale_bits / GROUP
 
 
 @torch.no_grad()

@@ -202,8 +202,10 @@ def test_the_budget_holds_after_fine_tuning_what_can_be_trained() -> None:
 
 
 def test_a_sketch_has_no_copies_to_be_a_part_of() -> None:
-    with pytest.raises(MoesaicError, match="weights is 'int8'; only copies"):
+    with pytest.raises(MoesaicError, match="weights is 'int8'; it needs choose_by=copies"):
         load_method("moesaic-neurons", {"weights": "int8", "choose_by": "sketch"})
+    with pytest.raises(MoesaicError, match="bits is 3; with weights=int8 a copy has half"):
+        load_method("moesaic-neurons", {"weights": "int8", "bits": 3})
     with pytest.raises(MoesaicError, match="weights"):
         load_method("moesaic-neurons", {"weights": "int4"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -106,6 +107,22 @@ def test_tokens_are_computed_as_if_alone(int8: bool) -> None:
     together = neurons_forward(neurons, x_TD)
     alone = [neurons_forward(neurons, x_TD[t : t + 1]) for t in range(4)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_two_threads_of_python_may_use_one_model(int8: bool) -> None:
+    neurons = neurons_of(576, 640, int8=int8)
+    inputs = [inputs_of(neurons, 32)[t : t + 1] for t in range(2)]
+    with torch.no_grad():
+        expected = [neurons_forward(neurons, x_TD) for x_TD in inputs]
+
+    @torch.no_grad()
+    def wrong_ones(t: int) -> int:
+        found = [neurons_forward(neurons, inputs[t]) for _ in range(300)]
+        return sum(not torch.allclose(y, expected[t], rtol=1e-4, atol=1e-5) for y in found)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(wrong_ones, range(2))) == [0, 0]
 
 
 @torch.no_grad()

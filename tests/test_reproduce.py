@@ -84,6 +84,19 @@ def test_a_table_is_a_page_numbers_and_a_plot(folder: Path) -> None:
     assert "zero_shot" not in listed  # not asked for
 
 
+def test_the_list_names_tables_of_earlier_runs(folder: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    (again / "load_balance.json").unlink()
+    done = reproduce("demo", again, tables="domain_overlap")
+    assert (done.made, done.kept) == (0, 1)
+    listed = (again / "README.md").read_text()
+    assert "[domain_overlap](domain_overlap.md)" in listed
+    for name in set(CHEAP.split(",")) - {"load_balance"}:
+        assert f"[{name}]({name}.md)" in listed
+    assert "load_balance" not in listed  # gone, and not asked for
+
+
 def test_rates_are_the_k_a_largest(folder: Path) -> None:
     rows = numbers_of(folder / "activation_rates.json")["rows"]
     for row in rows:

@@ -21,7 +21,12 @@ from moesaic._version import __version__
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.task_data import check_files
 from moesaic.evaluate.tasks import TASKS, load_questions
-from moesaic.experiments.contents import ALL, Experiment, chosen
+from moesaic.experiments.contents import (
+    ALL,
+    EXPERIMENTS,
+    Experiment,
+    chosen,
+)
 from moesaic.experiments.figure import draw
 from moesaic.experiments.page import markdown
 from moesaic.experiments.questions import MADE_UP, write_questions
@@ -277,12 +282,12 @@ def _is_whole(
 
 
 def _write_list(
-    experiments: list[Experiment],
+    asked_for: list[Experiment],
     study: Study,
     settings: dict[str, Any],
     failed: Mapping[str, str],
 ) -> None:
-    """README.md: which tables there are, and why others are not."""
+    """README.md: which tables there are, of this run or another, and why others are not."""
     scale: Scale = study.scale
     lines = [
         f"# {study.shown_model} at {scale.name}: the paper's tables and figures",
@@ -290,13 +295,13 @@ def _write_list(
         f"{scale.says} The paper is arXiv 2502.04416.",
         "",
     ]
-    for row in experiments:
+    for row in EXPERIMENTS.values():
         entry = f"- {row.label}, {row.title}"
         if row.name in failed:
             lines.append(f"{entry}: failed, {failed[row.name]}")
         elif _is_whole(study, row, settings):
             lines.append(f"{entry}: [{row.name}]({row.name}.md)")
-        else:
+        elif row in asked_for:
             lines.append(f"{entry}: not run yet")
     write_file(study.folder / "README.md", "\n".join(lines) + "\n")
 

@@ -94,6 +94,7 @@ def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
         return None
     x_TD = x_TD.contiguous()
     y_TD = torch.empty_like(x_TD)
+    call = _Call.from_buffer_copy(call)  # other threads may be in it
     call.x_TD = x_TD.data_ptr()
     call.out_TD = y_TD.data_ptr()
     call.tokens = len(x_TD)

@@ -401,10 +401,8 @@ struct Neurons {
     if (!is_exact) return;
     running.exact_place[running.exact++] = place;
     if (EIGHT_BITS) {
-      for (int b = 0; b < REST_BITS; b++) {
-        ahead(gate_rest.plane(b, neuron));
-        ahead(up_rest.plane(b, neuron));
-      }
+      ahead(gate_rest.plane(0, neuron), gate_rest.row_step);
+      ahead(up_rest.plane(0, neuron), up_rest.row_step);
       return;
     }
     ahead(up_FD + neuron * D);
@@ -412,8 +410,8 @@ struct Neurons {
   }
 
   template <typename V>
-  void ahead(const V* row) const {
-    for (int i = 0; i < PREFETCHED; i += 64) __builtin_prefetch((const char*)row + i);
+  void ahead(const V* row, int64_t bytes = PREFETCHED) const {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i);
   }
 
   // y += h of the neurons that run, times their rows of W_down.

@@ -43,6 +43,7 @@ from moesaic.methods.expert_method import (
 )
 from moesaic.modeling import (
     COPY_BITS,
+    REST_BITS,
     BlockConfig,
     MoEConfig,
     MoesaicCopy,
@@ -116,7 +117,10 @@ class MoesaicNeurons(ExpertMethod):
         if self.exact > 1:
             raise self._bad_setting("exact", "it is a share of at most 1")
         if self.weights == "int8" and self.choose_by != "copies":
-            raise self._bad_setting("weights", "only copies are a part of them")
+            raise self._bad_setting("weights", "it needs choose_by=copies")
+        if self.weights == "int8" and self.bits != REST_BITS:
+            rule = f"with weights=int8 a copy has half of them, {REST_BITS}"
+            raise self._bad_setting("bits", rule)
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
         """One neuron per expert, of the budget that a layout or a sparsity gives.

@@ -81,11 +81,11 @@ class MoesaicInt8Neurons(MoesaicNeurons):
         self.down_proj = MoesaicInt8Rows(neurons, hidden)
 
     def _gates(self, x_TD: Tensor) -> Tensor:
-        gate_TF = self.router.gate_copy(x_TD) + self.gate_proj(x_TD)
+        gate_TF = _together(self.router.gate_copy, self.gate_proj, x_TD)
         return self.act_fn(gate_TF)
 
     def _ups(self, x_TD: Tensor) -> Tensor:
-        return self.router.up_copy(x_TD) + self.up_proj(x_TD)
+        return _together(self.router.up_copy, self.up_proj, x_TD)
 
     def _pairs_pay(self, x_TD: Tensor) -> bool:
         return False
@@ -95,3 +95,12 @@ class MoesaicInt8Neurons(MoesaicNeurons):
         exact = self.router.num_exact / self.sizes.num_routed
         down_bytes = self.sizes.num_active * self.down_proj.row_bytes()
         return rests * exact + down_bytes + self.router.weight_bytes()
+
+
+def _together(copy: MoesaicCopy, rest: MoesaicCopy, x_TD: Tensor) -> Tensor:
+    """(copy + rest) x + b: one product, of the matrix in the scales' dtype."""
+    weight_FD = (copy.weight() + rest.weight()).to(x_TD.dtype)
+    bias_F = copy.bias
+    if bias_F is not None:
+        bias_F = bias_F.to(x_TD.dtype)
+    return nn.functional.linear(x_TD, weight_FD, bias_F)

@@ -113,9 +113,7 @@ def carve_int8_neurons(
     """
     with torch.device("meta"):
         carved = MoesaicInt8Neurons(block, sizes)
-    carved.load_state_dict(
-        _prefixed("router", router.state_dict()), strict=False, assign=True
-    )
+    carved.router.load_state_dict(router.state_dict(), assign=True)
     assert ffn.gate_FD is not None
     _leave(carved.gate_proj, ffn.gate_FD, router.gate_copy)
     _leave(carved.up_proj, ffn.up_FD, router.up_copy)
