@@ -5,8 +5,8 @@
 
 Prints perplexity over the dense model's against the bytes that the FFNs read for one token. Fewer
 bits are GPTQ's for the dense FFNs (groups of 64 inputs, a scale in the model's number format,
-fitted on the calibration text), and each weight's nearest for experts. Attention and the head stay as they are.
-A text is a file; what follows its first nine tenths is not fitted to where both are the same file.
+fitted on the calibration text), and each weight's nearest for experts. Attention and the head stay
+as they are. A text is a file. Where both are the same file its last tenth is what is measured on.
 """
 
 from __future__ import annotations
