@@ -23,7 +23,7 @@ from moesaic.comparison.equal_work import Steps, neighbours, over_dense
 from moesaic.comparison.missing import CONVERSION, Missing, lines_of
 from moesaic.comparison.options import FFN_BYTES, FFN_MACS, NEAR, SPARSITY, Goal
 from moesaic.comparison.page import making, markdown, ranking
-from moesaic.comparison.plot import curves, panels_of, plot, upper_edge
+from moesaic.comparison.plot import curves, edges, panels_of, plot, upper_edge
 from moesaic.comparison.rows import Row
 from moesaic.errors import MoesaicError
 from moesaic.plot_style import spread_out
@@ -368,6 +368,15 @@ def test_the_edge_shows_half_of_the_curves_whole() -> None:
     assert upper_edge(found) == pytest.approx(0.4 * 1.6)
     assert upper_edge(found[:2]) == pytest.approx(0.2 * 1.6)
     assert upper_edge(found[:1]) == pytest.approx(0.1 * 1.6)
+
+
+def test_panels_share_the_edges_of_the_one_that_shows_most() -> None:
+    rows = [row("a", 0.5, 1.1, speed=1.2), row("b", 0.5, 1.2), row("c", 0.5, 1.4)]
+    panels = panels_of(rows, "t")
+    assert upper_edge(panels["time of one token"]) == pytest.approx(0.1 * 1.6)
+    bottom, top = edges(panels.values())
+    assert top == pytest.approx(0.2 * 1.6)
+    assert bottom == pytest.approx(0.1 / 1.6)
 
 
 def test_who_was_timed_has_a_panel_of_its_own() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,19 @@ def upper_edge(found: list[Curve]) -> float:
     return min(half, max(worst) * _ROOM)
 
 
+def edges(panels: Iterable[list[Curve]]) -> tuple[float, float]:
+    """The least and the largest loss drawn: panels share their axis."""
+    found = list(panels)
+    top = max(upper_edge(curves) for curves in found)
+    least = min(
+        point.loss
+        for curves in found
+        for curve in curves
+        for point in curve.points
+    )
+    return min(least, top) / _ROOM, top
+
+
 def panels_of(rows: list[Row], text: str) -> dict[str, list[Curve]]:
     """The curves of each panel, by what they are drawn against, all over dense."""
     against = {
@@ -132,8 +145,9 @@ def plot(model: str, dense: dict[str, float], rows: list[Row]) -> bytes:
         }
     )
     line_height = LINE_HEIGHT / (height - _MARGINS)
+    bottom, top = edges(against.values())
     for panel, (words, found) in zip(panels, against.items(), strict=True):
-        _draw(panel, found, looks, line_height)
+        _draw(panel, found, looks, line_height, bottom, top)
         panel.set_xlabel(f"{words}, over dense")
     panels[0].set_ylabel("perplexity over dense")
     model_name = Path(model).name
@@ -148,11 +162,10 @@ def _draw(
     found: list[Curve],
     looks: dict[str, Look],
     line_height: float,
+    bottom: float,
+    top: float,
 ) -> None:
     """The curves of one panel, work falling to the right, and their names there."""
-    top = upper_edge(found)
-    least = min(point.loss for curve in found for point in curve.points)
-    bottom = min(least, top) / _ROOM
     panel.set_yscale("log")
     panel.set_ylim(bottom, top)
     for curve in found:
