@@ -212,7 +212,7 @@ struct Running {
   void clear() { count = exact = 0; }
 };
 
-// y += h of ROWS neurons times their rows of whole numbers; each has `groups` scales.
+// y += h of ROWS neurons times their rows of whole numbers, which have a scale a group.
 template <int ROWS, typename T>
 inline void add_rows(const int8_t* const* rows, const T* const* scales, int64_t D,
                      const float* h, float* y_D) {
