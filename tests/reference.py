@@ -685,3 +685,22 @@ def flocking(h_TF: torch.Tensor) -> list[float]:
         for neuron in range(neurons):
             squares[neuron] += (float(h_TF[token, neuron]) / length) ** 2
     return [math.sqrt(square) for square in squares]
+
+
+@torch.no_grad()
+def loss_without(model: Any, kept: Sequence[int], windows_NL: torch.Tensor) -> float:
+    """The mean loss of the next token with these blocks only; `model` loses the others."""
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    layers = model.model.layers
+    model.model.layers = torch.nn.ModuleList([layers[block] for block in kept])
+    text.num_hidden_layers = len(kept)
+    if kinds is not None:
+        text.layer_types = [kinds[block] for block in kept]
+    for place, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = place
+    total = 0.0
+    for window_L in windows_NL:
+        ids_1L = window_L[None]
+        total += float(model(input_ids=ids_1L, labels=ids_1L, use_cache=False).loss)
+    return total / len(windows_NL)

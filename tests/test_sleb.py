@@ -9,8 +9,9 @@ import torch
 
 import moesaic
 from moesaic.errors import MoesaicError
-from moesaic.parts.blocks import keep_blocks, loss_without
+from moesaic.parts.blocks import keep_blocks, losses_without
 from tests.families import CONTEXT, tiny_model, tokens
+from tests.reference import loss_without
 
 WINDOWS = tokens(6, CONTEXT, seed=1)
 
@@ -35,14 +36,27 @@ def test_a_block_that_adds_nothing_is_not_missed(idle: int) -> None:
     depth = len(model.model.layers)
     kept = [block for block in range(depth) if block != idle]
     expected = logits(model)
-    loss = loss_without(model, range(depth), WINDOWS)
-    assert loss_without(model, kept, WINDOWS) == pytest.approx(loss, rel=1e-6)
+    with torch.no_grad():
+        loss = float(model(input_ids=WINDOWS, labels=WINDOWS, use_cache=False).loss)
+    losses = losses_without(model, range(depth), WINDOWS)
+    assert losses[idle] == pytest.approx(loss, rel=1e-6)
     assert len(model.model.layers) == depth
     assert model.config.num_hidden_layers == depth
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
     keep_blocks(model, kept)
     assert len(model.model.layers) == depth - 1 == model.config.num_hidden_layers
     torch.testing.assert_close(logits(model), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("kept", [[0, 1, 2], [0, 2], [1]])
+def test_losses_are_those_of_whole_passes(family: str, kept: list[int]) -> None:
+    """What enters the block left out is remembered: the slow twin starts from the tokens."""
+    model = tiny_model(family)
+    losses = losses_without(model, kept, WINDOWS)
+    for block, loss in zip(kept, losses, strict=True):
+        others = [layer for layer in kept if layer != block]
+        assert loss == pytest.approx(loss_without(tiny_model(family), others, WINDOWS), rel=1e-6)
 
 
 def test_the_greedy_choice_is_the_best_single_block() -> None:

@@ -20,7 +20,7 @@ from moesaic.parts.blocks import (
     block_changes,
     depth_of,
     keep_blocks,
-    loss_without,
+    losses_without,
 )
 from moesaic.progress import track
 
@@ -29,8 +29,8 @@ from moesaic.progress import track
 class SLEB(ModelMethod):
     """Greedy: in each round every block is left out once, and the best stays out.
 
-    A round costs one forward pass over the tokens for every block that is left; k of n
-    blocks cost about k n passes. The sparsity is the share of blocks, attention and
+    A round costs half a forward pass over the tokens for every block that is left; k of n
+    blocks cost about k n / 2 passes. The sparsity is the share of blocks, attention and
     all, so the work that goes is that share of everything but the head.
     """
 
@@ -81,8 +81,6 @@ class SLEB(ModelMethod):
         self, model: Any, kept: list[int], windows_NL: Tensor
     ) -> int:
         """The block without which the loss is least; of equal ones the first."""
-        losses = {}
-        for block in kept:
-            others = [layer for layer in kept if layer != block]
-            losses[block] = loss_without(model, others, windows_NL)
-        return min(losses, key=lambda block: losses[block])
+        losses = losses_without(model, kept, windows_NL)
+        least = min(losses)
+        return kept[losses.index(least)]

@@ -1,11 +1,12 @@
 """Whole decoder blocks taken out of a model, which stays one of its family.
 
-Shape suffixes: N windows, L tokens of a window.
+Shape suffixes: N windows, L tokens of a window, D hidden size, 1 one window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -70,17 +71,57 @@ def keep_blocks(model: Any, kept: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def loss_without(model: Any, kept: Sequence[int], windows_NL: Tensor) -> float:
-    """The mean loss of the next token with these blocks only; the model stays as it is.
+def losses_without(
+    model: Any, kept: Sequence[int], windows_NL: Tensor
+) -> list[float]:
+    """The mean loss of the next token with these blocks but one, for each of them in turn.
 
-    Costs a forward pass over the windows.
+    The model stays as it is. What enters a block does not change when it is left out, so
+    it is computed once: k blocks cost about k / 2 forward passes over the windows, and a
+    window's input to each block as memory.
     """
     ffns = find_ffns(model)
-    total = 0.0
+    totals = [0.0] * len(kept)
     with ffns.restored():
         keep_blocks(model, kept)
         for window_L in windows_NL:
             ids_1L = window_L[None].to(model.device)
-            output = model(input_ids=ids_1L, labels=ids_1L, use_cache=False)
-            total += float(output.loss)
-    return total / len(windows_NL)
+            inputs = _block_inputs(model, ids_1L)
+            for place, input_1LD in enumerate(inputs):
+                totals[place] += _loss_after(model, place, input_1LD, ids_1L)
+    return [total / len(windows_NL) for total in totals]
+
+
+def _block_inputs(model: Any, ids_1L: Tensor) -> list[Tensor]:
+    """What enters each block, in order."""
+    ffns = find_ffns(model)
+    inputs: list[Tensor] = []
+
+    def keep(block: Any, args: Any, kwargs: Any) -> None:
+        inputs.append(args[0] if args else kwargs["hidden_states"])
+
+    with ExitStack() as hooks:
+        for block in ffns.layers:
+            hook = block.register_forward_pre_hook(keep, with_kwargs=True)
+            hooks.enter_context(hook)
+        ffns.base(input_ids=ids_1L, use_cache=False)
+    return inputs
+
+
+def _loss_after(
+    model: Any, place: int, input_1LD: Tensor, ids_1L: Tensor
+) -> float:
+    """The loss where this block passes on its input, which is known."""
+    ffns = find_ffns(model)
+    depth = len(ffns.layers)
+
+    def pass_on(block: Any, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return input_1LD, *output[1:]
+        return input_1LD
+
+    hook = ffns.layers[place].register_forward_hook(pass_on)
+    with ffns.restored(), hook:
+        keep_blocks(model, range(place, depth))
+        output = model(input_ids=ids_1L, labels=ids_1L, use_cache=False)
+    return float(output.loss)
