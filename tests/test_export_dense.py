@@ -75,6 +75,14 @@ def test_what_the_family_cannot_hold(
     assert not (tmp_path / "out").exists()
 
 
+def test_float16_is_kept(tmp_path: Path) -> None:
+    """No router is there whose weights would leave its range."""
+    folder = converted_folder("llama", tmp_path / "ours", "static")
+    moesaic.export(str(folder), "dense", tmp_path / "half", dtype="float16")
+    stock: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert stock.dtype == torch.float16
+
+
 def test_other_formats_say_that_it_is_there(tmp_path: Path) -> None:
     folder = converted_folder("llama", tmp_path / "ours", "static")
     assert moesaic.explain(str(folder))["dense"] == []

@@ -18,6 +18,8 @@ from safetensors import safe_open
 
 import moesaic
 from moesaic.families.load import load_model
+from moesaic.finetune.model_card import finetune_card
+from moesaic.finetune.report import FinetuneReport
 from moesaic.output import draft as drafts
 from moesaic.output.atomic import new_path, write_file
 from moesaic.output.model_card import build_card, code, front_matter, licence_of
@@ -298,6 +300,28 @@ def test_a_folder_is_no_base_model_to_the_hub(converted: Path) -> None:
     assert front is not None
     assert "base_model" not in front
     assert "license" not in front
+
+
+def test_only_what_routes_is_called_a_mixture(dense: Path, converted: Path, tmp_path: Path) -> None:
+    pruned = tmp_path / "pruned"
+    moesaic.convert(dense, "static", calibration=WINDOWS, sparsity=0.25, output=pruned)
+    for folder, tags in ((pruned, ["moesaic"]), (converted, ["moesaic", "mixture-of-experts"])):
+        front = metadata_load(folder / "README.md")
+        assert front is not None
+        assert front["tags"] == tags
+    card = (pruned / "README.md").read_text()
+    assert "every dense feed-forward network pruned by moesaic" in card
+    assert "routed" not in card
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_fine_tuning_calls_a_mixture_only_what_routes(routed: bool) -> None:
+    loads = [{"layer": 0, "load": [0.5, 0.5]}] if routed else []
+    settings = {"samples": 1, "sequence_length": 8, "epochs": 1, "rank": 8, "alpha": 8.0}
+    report = FinetuneReport("m", "text", None, settings, {}, True, None, loads_before=loads)
+    card = finetune_card(report, None, None)
+    assert ("mixture-of-experts" in card) == routed
+    assert ("A mixture of experts made" in card) == routed
 
 
 @pytest.mark.parametrize(

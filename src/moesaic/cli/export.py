@@ -45,7 +45,7 @@ def export_command(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Number format: auto, float32 or bfloat16; GGUF also float16 and q8_0."
+            help="Number format: auto, float32 or bfloat16; dense and GGUF also float16, GGUF q8_0."
         ),
     ] = "auto",
     verify: Annotated[

@@ -45,7 +45,8 @@ def model_card(
         sections.append(
             "The training is in `moesaic_finetune.json` and `learning_curve.csv`."
         )
-    front = front_matter(licence, base)
+    routed = moe.router is not None
+    front = front_matter(licence, base, routed=routed)
     rows = [*_rows(report, moe, licence), *recovery]
     return build_card(front, title, summary, rows, sections)
 
@@ -66,6 +67,13 @@ def _what(moe: MoEConfig, alone: bool) -> str:
             "with every dense feed-forward network made one whose neurons are chosen "
             "for each token by moesaic"
         )
+    if moe.router is None and moe.outer is not None:
+        return (
+            f"with every one of its {moe.outer.num_experts} experts a layer pruned by "
+            "moesaic"
+        )
+    if moe.router is None:
+        return "with every dense feed-forward network pruned by moesaic"
     if moe.outer is not None:
         return (
             f"with every one of its {moe.outer.num_experts} experts a layer cut into "
@@ -81,7 +89,7 @@ def _measured(moe: MoEConfig, alone: bool) -> str:
     """What the report holds besides."""
     if moe.changes is not None:
         return "What was done and measured stands"
-    if moe.linears is not None:
+    if moe.linears is not None or moe.router is None:
         return "Per-layer reconstruction error is"
     if alone:
         return "Per-layer reconstruction error and router recall are"

@@ -43,6 +43,7 @@ from moesaic.conversion.saved_layers import (
 )
 from moesaic.errors import MoesaicError
 from moesaic.families import Mixtures
+from moesaic.memory import give_back_freed_memory
 from moesaic.methods.base import FFNMethod, LinearMethod
 from moesaic.modeling import (
     MoesaicReplacement,
@@ -136,6 +137,7 @@ class Run:
                 check_inputs(self.stream, layer)
                 self.clock("check")
                 yield layer
+            give_back_freed_memory()
 
     def _replace_linears_of(
         self, method: LinearMethod, layer: int

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moesaic.export.stock import blocks, changed_elsewhere, sizes_of
 from moesaic.modeling import MoEConfig
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Their FFNs are gate_proj, up_proj and down_proj, of one width in all layers.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # What our configuration has besides the family's.

@@ -26,6 +26,8 @@ from moesaic.export.stock import (
 )
 from moesaic.modeling import Sizes
 
+# Scaled router weights are below float16's range.
+DTYPES = ("auto", "float32", "bfloat16")
 NARROWEST = 32  # dimensions of a head
 
 

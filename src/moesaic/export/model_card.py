@@ -37,7 +37,8 @@ def export_card(report: Any, config: Any, licence: str | None) -> str:
     rows += _scale_rows(report.scales)
     if report.comparison is not None:
         rows += _comparison_rows(report.comparison)
-    front = front_matter(licence, base)
+    routed = moe.router is not None
+    front = front_matter(licence, base, routed=routed)
     return build_card(front, title, summary, rows)
 
 

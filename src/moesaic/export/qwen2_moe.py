@@ -24,6 +24,9 @@ from moesaic.export.stock import (
 )
 from moesaic.modeling import Sizes, padded
 
+# Scaled router weights are below float16's range.
+DTYPES = ("auto", "float32", "bfloat16")
+
 
 def supports(config: Any) -> list[str]:
     """Why this architecture cannot hold a converted model; empty where it can."""

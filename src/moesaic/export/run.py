@@ -44,7 +44,6 @@ from moesaic.families.load import (
 from moesaic.output.atomic import check_new, new_path
 from moesaic.output.model_card import licence_of
 
-DTYPES = ("auto", "float32", "bfloat16")
 LONGEST_WINDOW = 512  # tokens of a window that models are compared on
 PROBE_TOKENS = 4096  # of text, on which the scale of the scores is chosen
 VERIFY_TOKENS = 16_384  # on which perplexities are measured
@@ -77,6 +76,14 @@ class ExportOptions:
         """The stock architecture."""
         name = GGUF.get(self.format, self.format)
         return TARGETS[name]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What the weights may be written in."""
+        if self.one_file:
+            return gguf_file.DTYPES
+        dtypes: tuple[str, ...] = self.target.DTYPES
+        return dtypes
 
     @property
     def route(self) -> Any:
@@ -120,9 +127,10 @@ def export(
 
     `glm4_moe` and `qwen2_moe` write a folder in the hub layout of the stock class,
     `dense` one of the family that was converted, where static pruning left equal widths,
-    `gguf` and `gguf-qwen2moe` one file (`dtype` also `float16` and `q8_0`). `epsilon`:
-    how large the scores' standard deviation is made (default: as large as leaves the
-    gates within about 2e-4 of 1). `verify`: a text on which the export is loaded beside
+    `gguf` and `gguf-qwen2moe` one file. `dtype` is `auto`, `float32` or `bfloat16`, of
+    `dense` and one file also `float16`, of one file `q8_0`. `epsilon`: how large the
+    scores' standard deviation is made (default: as large as leaves the gates within
+    about 2e-4 of 1). `verify`: a text on which the export is loaded beside
     the original and compared (of a GGUF file, the model it is written from). Needs the
     model in memory twice; one forward pass over PROBE_TOKENS tokens. Raises
     MoesaicError, and leaves nothing behind, for a model that the format cannot hold,
@@ -185,9 +193,9 @@ def check_options(options: ExportOptions) -> None:
     """Raises MoesaicError for a format, dtype, epsilon or output that cannot be."""
     if options.format not in FORMATS:
         raise unknown("format", options.format, FORMATS)
-    known = gguf_file.DTYPES if options.one_file else DTYPES
+    known = options.dtypes
     if options.dtype == "float16" and options.dtype not in known:
-        dtypes = ", ".join(DTYPES)
+        dtypes = ", ".join(known)
         raise MoesaicError(
             "dtype float16: the scaled router weights are below its range; "
             f"{options.format} takes {dtypes}"
@@ -216,12 +224,12 @@ def _load(options: ExportOptions) -> tuple[Any, str]:
     load_dtype = "auto" if options.one_file else options.dtype
     loaded = load_model(options.model, load_dtype, options.trust_remote_code)
     dtype = str(loaded.dtype).removeprefix("torch.")
-    if dtype == "float16" and not options.one_file:
+    if dtype == "float16" and dtype not in options.dtypes:
         raise MoesaicError(
             f"{options.model} is in float16, whose range the scaled router weights "
             "leave; pass --dtype float32 or bfloat16"
         )
-    if dtype == "float16":
+    if dtype == "float16" and options.one_file:
         loaded = loaded.float()  # GGUF keeps the routers in float32
     if options.dtype != "auto":
         dtype = options.dtype

@@ -13,13 +13,14 @@ def finetune_card(
 ) -> str:
     """README.md of a fine-tuned model or adapter."""
     library = "transformers" if report.merged else "peft"
-    kind = "mixture of experts"
+    routed = bool(report.loads_before)
+    kind = "mixture of experts" if routed else "model"
     what = f"A {kind}"
     if not report.merged:
         what = f"A PEFT adapter for a {kind}"
     title = f"{Path(report.model).name}, fine-tuned"
     summary = f"{what} made by moesaic, recovered by light fine-tuning."
-    front = front_matter(licence, library=library)
+    front = front_matter(licence, library=library, routed=routed)
     rows = _setting_rows(report) + _perplexity_rows(report)
     sections = _sections(report, command)
     return build_card(front, title, summary, rows, sections)

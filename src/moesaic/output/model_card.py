@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
-TAGS = ["moesaic", "mixture-of-experts"]
+TAG = "moesaic"
+MIXTURE_TAG = "mixture-of-experts"
 
 Row = tuple[str, str]  # of the card's table: a name and its value
 
@@ -17,19 +18,21 @@ def front_matter(
     licence: str | None,
     base_model: str | None = None,
     library: str = "transformers",
+    routed: bool = True,
 ) -> ModelCardData:
-    """What the hub reads.
+    """What the hub reads. Only a model that routes is called a mixture of experts.
 
     `base_model` is left out unless it is a hub id: a folder's name means nothing elsewhere.
     """
     if base_model is not None and "/" not in base_model:
         base_model = None
+    tags = [TAG, MIXTURE_TAG] if routed else [TAG]
     return ModelCardData(
         library_name=library,
         pipeline_tag="text-generation",
         license=licence,
         base_model=base_model,
-        tags=TAGS,
+        tags=tags,
     )
 
 
