@@ -41,7 +41,7 @@ from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.prepare import Prepared, prepare, source_name
 from moesaic.conversion.report import CONVERSION_FILE, ConversionReport
-from moesaic.conversion.run import Run, set_view
+from moesaic.conversion.run import Run, under_masks
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.evaluate.work import active_ffn_fraction, count_macs, meta_model
@@ -324,19 +324,14 @@ class _Conversion:
         if validation is None:
             return None
         length = self.prepared.length
-        # Under masks on a CPU: a fast path there lays weights out anew, in memory.
-        masked = self.dense.device.type == "cpu"
-        for module in self.dense.modules():
-            set_view(module, masked)
-        value, _ = perplexity(
-            self.dense,
-            validation.ids,
-            length,
-            HELDOUT_TOKENS,
-            share=self.share,
-        )
-        for module in self.dense.modules():
-            set_view(module, masked=False)
+        with under_masks(self.dense):
+            value, _ = perplexity(
+                self.dense,
+                validation.ids,
+                length,
+                HELDOUT_TOKENS,
+                share=self.share,
+            )
         return value
 
     def _files(self) -> dict[str, str]:

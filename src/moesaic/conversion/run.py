@@ -457,6 +457,22 @@ def lent_to(device: torch.device, module: nn.Module) -> Iterator[None]:
     module.to(home)
 
 
+@contextmanager
+def under_masks(model: Any) -> Iterator[None]:
+    """On a CPU, all experts of a model are computed under a mask meanwhile.
+
+    The fast path there lays weights out anew: those of a file would then be in memory.
+    """
+    masked = model.device.type == "cpu"
+    for module in model.modules():
+        set_view(module, masked)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            set_view(module, masked=False)
+
+
 def set_view(module: Any, masked: bool) -> None:
     """Whether a replacement computes all experts under a mask; others always do."""
     if isinstance(module, MoesaicReplacement):

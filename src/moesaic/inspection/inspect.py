@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from moesaic.calibration.text import encode, has_heldout_split, to_ids
+from moesaic.conversion.run import under_masks
 from moesaic.errors import MoesaicError
 from moesaic.families.load import (
     choose_device,
@@ -173,7 +174,8 @@ def pass_through(
     if tokenizer is not None:
         words = [tokenizer.decode([token]) for token in shown]
     total = min(len(ids_T), MEASURED_TOKENS)
-    with count_progress("watching tokens", total, enabled=progress) as advance:
+    counted = count_progress("watching tokens", total, enabled=progress)
+    with under_masks(model), counted as advance:
         return measure(model, ids_T, words, source, advance)
 
 
