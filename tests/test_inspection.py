@@ -211,6 +211,15 @@ def test_a_pass_counts_what_runs() -> None:
     assert not hooks
 
 
+def test_watching_lays_no_weight_out_anew(folder: Path) -> None:
+    """The fast path would, and what lies in a file would then be in memory as well."""
+    model = load_model(folder)
+    assert pass_through(model, tokens(1, 64, seed=3)[0], None, "text") is not None
+    for layer in model.model.layers:
+        assert layer.mlp.experts.down_proj.is_contiguous()
+        assert layer.mlp.view is None
+
+
 def test_loads_and_energy_are_those_of_the_report() -> None:
     """Watched on the tokens that the conversion held out, both say the same."""
     model, report = moesaic.convert(tiny_model("qwen3"), "cmoe", "S2A2E8", WINDOWS)
