@@ -17,9 +17,9 @@ import torch
 
 import moesaic
 from moesaic import load_method
-from moesaic.conversion.run import lent_to
 from moesaic.evaluate.work import count_macs
 from moesaic.families.load import load_model
+from moesaic.memory import lent_to
 from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, LAYERS, tiny_model, tokens

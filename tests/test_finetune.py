@@ -527,7 +527,7 @@ def test_a_full_disk_keeps_the_checkpoints(
 def test_a_disk_that_fills_at_the_very_end_costs_no_training(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(draft: Path, output: Path) -> None:
+    def full(draft: Path, output: Path, overwrite: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tuned(folder, tmp_path / "whole", checkpoint_every=2)

@@ -22,6 +22,8 @@ from moesaic.conversion.prepare import in_turns
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, find_ffns
 from moesaic.finetune.lora import merge, wrap
+from moesaic.memory import lent_to
+from moesaic.methods import read_me
 from moesaic.methods.base import shape_of
 from moesaic.methods.g_moefication import expert_means
 from moesaic.methods.llama_moe_v2 import cluster_centroids
@@ -472,16 +474,15 @@ def test_read_me_brings_every_layer_to_the_device(monkeypatch: pytest.MonkeyPatc
     model = tiny_model("qwen3")
     ffns = find_ffns(model)
     calibration = CalibrationSet.joined([CalibrationSet(WINDOWS[:2]), CalibrationSet(WINDOWS[2:4])])
-    moved: list[Any] = []
-    to = nn.Module.to
+    lent: list[Any] = []
 
-    def noted(module: nn.Module, *args: Any, **more: Any) -> Any:
-        moved.append(module)
-        return to(module, *args, **more)
+    def noted(device: torch.device, module: nn.Module) -> Any:
+        lent.append(module)
+        return lent_to(device, module)
 
-    monkeypatch.setattr(nn.Module, "to", noted)
+    monkeypatch.setattr(read_me, "lent_to", noted)
     refactor(Stream(ffns, calibration.windows_NL, CPU), calibration, 6)
-    assert moved == [layer for layer in ffns.layers for _ in ("there", "home")]
+    assert lent == list(ffns.layers)
 
 
 @pytest.mark.parametrize("name", ["moebert", "read-me"])
@@ -512,15 +513,15 @@ def test_a_layer_s_report_is_that_of_the_tokens_it_measured(name: str) -> None:
     calibration: Any = DOMAINS if name == "read-me" else WINDOWS
     _, report = moesaic.convert(tiny_model("qwen3"), name, "S1A3E5", calibration)
     model = converted(name)
-    windows = WINDOWS
+    measured = CalibrationSet(WINDOWS)
     if name == "read-me":
         sets = [CalibrationSet(one) for one in DOMAINS.values()]
-        windows = CalibrationSet.joined(sets).windows_NL
+        measured = CalibrationSet.joined(sets)
     dense = find_ffns(tiny_model("qwen3"))
     first = blocks_of(model)[0]
     seen: list[Tensor] = []
     hook = first.register_forward_hook(lambda m, args, output: seen.extend([args[0], output]))
-    logits(model, windows[-1:])
+    logits(model, measured.heldout(9))
     hook.remove()
     x_TD, y_TD = (one.reshape(-1, 32) for one in seen)
     ffn = dense.read(0)
@@ -576,14 +577,28 @@ def test_windows_of_several_texts_keep_their_domains_and_what_is_held_out() -> N
     first, second = tokens(8, 4, seed=1), tokens(16, 4, seed=2)
     joined = CalibrationSet.joined([CalibrationSet(first), CalibrationSet(second)])
     assert joined.domain_N is not None
-    assert joined.domain_N.tolist() == [0] * 7 + [1] * 14 + [0] + [1, 1]
+    fitted, held = joined.domain_N[:21].tolist(), joined.domain_N[21:].tolist()
+    assert fitted == [1, 0, 1] * 7  # in turns, so that any part is of both
+    assert held == [1, 0, 1]
     for domain, text in enumerate((first, second)):
         assert torch.equal(joined.windows_NL[joined.domain_N == domain], text)
     fewer = joined.fewer(8)
     assert fewer.domain_N is not None
-    assert fewer.domain_N.tolist() == [0] * 7 + [1]
+    assert fewer.domain_N.tolist() == [1, 0, 1, 1, 0, 1, 1, 1]
     with pytest.raises(MoesaicError, match="4 and 5 tokens"):
         CalibrationSet.joined([CalibrationSet(first), CalibrationSet(tokens(2, 5))])
+
+
+def test_what_is_held_out_of_several_texts_is_what_each_held_out() -> None:
+    """Three texts of twelve windows hold one out each; an eighth of all would be four."""
+    texts = [tokens(12, 4, seed=seed) for seed in range(3)]
+    joined = CalibrationSet.joined([CalibrationSet(text) for text in texts])
+    assert joined.split.first_heldout == 33 * 4
+    last = {tuple(text[-1].tolist()) for text in texts}
+    assert {tuple(window.tolist()) for window in joined.heldout(9)} == last
+    fewer = joined.fewer(35)
+    assert fewer.split.first_heldout == 32 * 4
+    assert {tuple(window.tolist()) for window in fewer.heldout(9)} == last
 
 
 def test_read_me_wants_texts_of_two_domains(

@@ -66,6 +66,16 @@ def test_it_is_saved_loaded_and_counted(method: str, family: str, tmp_path: Path
     assert report.bytes == pytest.approx(report.dense_bytes - 4 * skipped)
 
 
+def test_experts_that_are_chosen_by_token_know_which_tokens_come(tmp_path: Path) -> None:
+    """Windows of which a block is no multiple: each call is told its own ids."""
+    experts = made(tmp_path, "moebert")
+    odd = tokens(40, CONTEXT, seed=1)
+    model, _ = moesaic.convert(experts, "teal", sparsity=0.0, calibration=odd)
+    before = AutoModelForCausalLM.from_pretrained(experts).eval()
+    torch.testing.assert_close(logits(model), logits(before), rtol=1e-5, atol=1e-5)
+    moesaic.convert(experts, "teal", sparsity=0.5, calibration=odd)
+
+
 def test_nothing_skipped_is_the_model_of_before(tmp_path: Path) -> None:
     experts = made(tmp_path)
     before = AutoModelForCausalLM.from_pretrained(experts).eval()

@@ -280,6 +280,54 @@ def test_a_path_that_is_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
     assert files(tmp_path) == {"out": b"theirs"}
 
 
+def test_a_folder_that_appears_during_a_run_is_left_alone(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finished model waits beside it; once the name is free, --resume gives it."""
+    output = tmp_path / "out"
+    finish = drafts.finish
+
+    def meanwhile(*args: Any) -> None:
+        output.mkdir()
+        (output / "thesis.txt").write_text("three years")
+        finish(*args)
+
+    monkeypatch.setattr(drafts, "finish", meanwhile)
+    with pytest.raises(moesaic.MoesaicError, match="was not there when this run began"):
+        moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+    monkeypatch.undo()
+    assert files(output) == {"thesis.txt": b"three years"}
+    output.rename(tmp_path / "elsewhere")
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True)
+    assert (output / "config.json").is_file()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_draft_half_removed_is_still_known_as_ours(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while an old draft goes: the file that says whose it is goes last."""
+    output = tmp_path / "out"
+    draft = tmp_path / "out.partial"
+    (draft / "model").mkdir(parents=True)
+    (draft / "draft.json").write_text("{}")
+    (draft / "report-00000.json").write_text("{}")
+    remove = drafts.shutil.rmtree
+
+    def killed(path: Path, *args: Any, **more: Any) -> None:
+        if Path(path) == draft:
+            raise KeyboardInterrupt
+        remove(path, *args, **more)
+
+    monkeypatch.setattr(drafts.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, overwrite=True)
+    monkeypatch.undo()
+    assert [path.name for path in draft.iterdir()] == ["draft.json"]
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+    assert (output / "config.json").is_file()
+
+
 # --- the model card ----------------------------------------------------------------------------
 
 

@@ -152,6 +152,8 @@ def test_a_killed_run_goes_on_where_it_was(
     for name in ("README.md", "moesaic_report.json", "learning_curve.csv", "config.json"):
         one = (tmp_path / "whole" / name).read_text("utf-8")
         assert (tmp_path / "out" / name).read_text("utf-8") == one, name
+    kept = json.loads((tmp_path / "out" / "moesaic_finetune.json").read_text("utf-8"))
+    assert kept["model"] == f"{dense}, S2A3E8"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 

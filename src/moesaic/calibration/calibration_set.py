@@ -62,10 +62,13 @@ class CalibrationSet:
     """Windows of token ids (N, L); the last of them are held out of every fit.
 
     `domain_N` says which of several texts a window comes from; None for one text.
+    `heldout_of_texts` is how many windows are held out of those of several texts: some
+    of each.
     """
 
     windows_NL: Tensor
     domain_N: Tensor | None = None
+    heldout_of_texts: int | None = None
 
     @classmethod
     def sample(
@@ -123,7 +126,8 @@ class CalibrationSet:
     def joined(cls, sets: Sequence[CalibrationSet]) -> CalibrationSet:
         """The windows of several texts: those to fit on of all, then the others.
 
-        Raises MoesaicError where windows differ in length.
+        Texts take turns among both, so that the first or last windows are of all. Raises
+        MoesaicError where windows differ in length.
         """
         lengths = {one.length for one in sets}
         if len(lengths) > 1:
@@ -133,18 +137,17 @@ class CalibrationSet:
             )
         fitted = []
         heldout = []
-        fitted_domains = []
-        heldout_domains = []
-        for domain, one in enumerate(sets):
-            count = heldout_windows(one.samples)
-            first_heldout = one.samples - count
+        for one in sets:
+            first_heldout = one.samples - heldout_windows(one.samples)
             fitted.append(one.windows_NL[:first_heldout])
             heldout.append(one.windows_NL[first_heldout:])
-            fitted_domains += [domain] * first_heldout
-            heldout_domains += [domain] * count
-        windows_NL = torch.cat(fitted + heldout)
-        domain_N = torch.tensor(fitted_domains + heldout_domains)
-        return cls(windows_NL, domain_N)
+        fitted_NL, fitted_domain_N = _in_turns(fitted)
+        heldout_HL, heldout_domain_H = _in_turns(heldout)
+        return cls(
+            torch.cat([fitted_NL, heldout_HL]),
+            torch.cat([fitted_domain_N, heldout_domain_H]),
+            len(heldout_HL) or None,
+        )
 
     @property
     def samples(self) -> int:
@@ -162,6 +165,9 @@ class CalibrationSet:
     @property
     def split(self) -> Split:
         """The same cut, by token."""
+        if self.heldout_of_texts is not None:
+            heldout = self.heldout_of_texts * self.length
+            return Split(self.tokens, self.tokens - heldout)
         return Split.last_eighth(self.tokens, self.length)
 
     def part(self, share: Share, hold_out: bool) -> Part:
@@ -194,8 +200,8 @@ class CalibrationSet:
 
     def heldout(self, most: int) -> Tensor:
         """At most so many of the windows that are held out; the last one at least."""
-        count = max(heldout_windows(self.samples), 1)
-        count = min(count, most)
+        count = self.heldout_of_texts or heldout_windows(self.samples)
+        count = min(max(count, 1), most)
         return self.windows_NL[-count:]
 
     def fewer(self, samples: int) -> CalibrationSet:
@@ -203,6 +209,10 @@ class CalibrationSet:
         if samples >= self.samples:
             return self
         heldout = heldout_windows(samples)
+        heldout_of_texts = None
+        if self.heldout_of_texts is not None:
+            heldout = min(heldout, self.heldout_of_texts)
+            heldout_of_texts = heldout or None
         fitted = samples - heldout
         first_heldout = self.samples - heldout
         number_N = torch.arange(self.samples)
@@ -210,7 +220,22 @@ class CalibrationSet:
         domain_N = self.domain_N
         if domain_N is not None:
             domain_N = domain_N[kept_N]
-        return CalibrationSet(self.windows_NL[kept_N], domain_N)
+        return CalibrationSet(
+            self.windows_NL[kept_N], domain_N, heldout_of_texts
+        )
+
+
+def _in_turns(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Windows (N, L) of several texts, mixed evenly, and which text each is from (N,)."""
+    places = []
+    domains = []
+    for domain, text_NL in enumerate(texts):
+        count = len(text_NL)
+        places += [(number + 0.5) / count for number in range(count)]
+        domains += [domain] * count
+    order = sorted(range(len(places)), key=lambda number: places[number])
+    domain_N = torch.tensor(domains, dtype=torch.int64)
+    return torch.cat(list(texts))[order], domain_N[order]
 
 
 def heldout_windows(samples: int) -> int:

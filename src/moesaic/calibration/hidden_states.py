@@ -162,6 +162,7 @@ class Stream:
 
         One pass through the layer; the hidden states stay where they are.
         """
+        decoder_layer = self.ffns.layers[layer]
         inputs: dict[str, list[Tensor]] = {path: [] for path in paths}
         handles = []
         for path in paths:
@@ -169,7 +170,8 @@ class Stream:
             hook = _keep_input(inputs[path], self.storage)
             handles.append(module.register_forward_pre_hook(hook))
         try:
-            for _, hidden_BLD in self._blocks():
+            for samples, hidden_BLD in self._blocks():
+                self._tell(decoder_layer, self.own_ids_NL[samples].flatten())
                 self._call(layer, hidden_BLD)
         finally:
             for handle in handles:
@@ -179,8 +181,13 @@ class Stream:
     def outputs(self, layer: int, samples: int) -> Tensor:
         """What a layer puts out (N, L, D) for the first so many samples."""
         hidden_NLD = self.hidden_NLD[:samples]
+        ids_NL = self.own_ids_NL[:samples]
+        pairs = zip(
+            hidden_NLD.split(self.block), ids_NL.split(self.block), strict=True
+        )
         blocks = []
-        for hidden_BLD in hidden_NLD.split(self.block):
+        for hidden_BLD, ids_BL in pairs:
+            self._tell(self.ffns.layers[layer], ids_BL.flatten())
             output_BLD = self._call(layer, hidden_BLD.to(self.device))
             blocks.append(output_BLD)
         return torch.cat(blocks)

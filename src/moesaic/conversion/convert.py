@@ -246,7 +246,14 @@ class _Conversion:
             if draft is not None:
                 files = self._files()
                 tokenizer = self.prepared.tokenizer
-                drafts.finish(draft, output, self.dense, tokenizer, files)
+                drafts.finish(
+                    draft,
+                    output,
+                    self.dense,
+                    tokenizer,
+                    files,
+                    self.options.overwrite,
+                )
 
     def _draft(self, output: Path) -> AbstractContextManager[Path | None]:
         """The folder to work in; of several processes the first has it."""
@@ -313,7 +320,8 @@ class _Conversion:
             )
         except MoesaicError:
             windows_NL = self.prepared.windows_NL
-            stream = Stream(self.ffns, windows_NL, self.device)
+            # Where the model was scored, which may be no device that it fits on.
+            stream = Stream(self.ffns, windows_NL, self.dense.device)
             blame_a_layer(stream)
             raise
         self.report.dense_perplexity = value

@@ -35,6 +35,7 @@ from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run, ffn_inputs
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, FFNs, Mixtures
+from moesaic.memory import lent_to
 from moesaic.methods.base import FFNMethod
 from moesaic.modeling import MoesaicReplacement, View
 from moesaic.parts.gradients import without_gradients
@@ -216,15 +217,15 @@ def _dense_layers(
     part = calibration.part(share, method.fits_weights)
     stream = Stream(ffns, calibration.windows_NL, device, part)
     for layer, module in enumerate(ffns.layers):
-        home = next(module.parameters()).device
-        module.to(device)
-        if layer in ffns.converted:
-            inputs = ffn_inputs(stream, layer, calibration, method.fits_weights)
-            yield ffns.read(layer), inputs
-            stream.advance(layer, inputs.own())
-        else:
-            stream.advance(layer)
-        module.to(home)
+        with lent_to(device, module):
+            if layer in ffns.converted:
+                inputs = ffn_inputs(
+                    stream, layer, calibration, method.fits_weights
+                )
+                yield ffns.read(layer), inputs
+                stream.advance(layer, inputs.own())
+            else:
+                stream.advance(layer)
 
 
 def _trial_set(plan: Plan, calibration: CalibrationSet) -> CalibrationSet:

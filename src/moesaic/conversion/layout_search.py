@@ -21,6 +21,7 @@ from moesaic.conversion.run import Run, ffn_inputs, set_view
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs
+from moesaic.memory import lent_to
 from moesaic.methods.base import Budget, FFNMethod
 from moesaic.modeling import Sizes
 
@@ -89,18 +90,15 @@ def choose_plan(
     probed = _probed_layers(ffns)
     errors = {plan.label: 0.0 for plan in plans}
     for layer in range(probed[-1] + 1):
-        module = ffns.layers[layer]
-        home = next(module.parameters()).device
-        module.to(device)
-        calls = None
-        if layer in probed:
-            inputs = ffn_inputs(stream, layer, calibration, hold_out=True)
-            for plan in plans:
-                error = _layer_error(plan, ffns, layer, inputs, seed)
-                errors[plan.label] += error / len(probed)
-            calls = inputs.own()
-        stream.advance(layer, calls)
-        module.to(home)
+        with lent_to(device, ffns.layers[layer]):
+            calls = None
+            if layer in probed:
+                inputs = ffn_inputs(stream, layer, calibration, hold_out=True)
+                for plan in plans:
+                    error = _layer_error(plan, ffns, layer, inputs, seed)
+                    errors[plan.label] += error / len(probed)
+                calls = inputs.own()
+            stream.advance(layer, calls)
     errors = share.agreed(errors)
     best = min(plans, key=lambda plan: errors[plan.label])
     return Search(best, errors)

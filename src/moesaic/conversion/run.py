@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from moesaic.calibration.calibration_set import CalibrationSet
@@ -43,7 +42,7 @@ from moesaic.conversion.saved_layers import (
 )
 from moesaic.errors import MoesaicError
 from moesaic.families import Mixtures
-from moesaic.memory import give_back_freed_memory
+from moesaic.memory import lent_to
 from moesaic.methods.base import FFNMethod, LinearMethod
 from moesaic.modeling import (
     MoesaicReplacement,
@@ -137,7 +136,6 @@ class Run:
                 check_inputs(self.stream, layer)
                 self.clock("check")
                 yield layer
-            give_back_freed_memory()
 
     def _replace_linears_of(
         self, method: LinearMethod, layer: int
@@ -431,30 +429,6 @@ def ffn_inputs(
         stream.ids_NL.flatten(),
         stream.part,
     )
-
-
-@contextmanager
-def lent_to(device: torch.device, module: nn.Module) -> Iterator[None]:
-    """The module on the device meanwhile.
-
-    Then it is where it was. Weights that it still has take their old memory again, which
-    for a checkpoint on a CPU is the file: nothing is copied back.
-    """
-    home = next(module.parameters()).device
-    if home == device:
-        yield
-        return
-    before = []
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            before.append((part, name, parameter, parameter.data))
-    module.to(device)
-    yield
-    # Parts that have been replaced get theirs too, and nobody sees them.
-    for part, name, parameter, data in before:
-        parameter.data = data
-        part.register_parameter(name, parameter)
-    module.to(home)
 
 
 @contextmanager

@@ -233,7 +233,9 @@ def _tensors(
             yield f"{up_name}.weight", up
         elif key.endswith("mlp.experts.down_proj"):
             name = names.get_name(key)
-            yield f"{name}.weight", tensor * gate_ratio
+            if gate_ratio != 1:  # in bfloat16 the product would be rounded
+                tensor = tensor.float() * gate_ratio
+            yield f"{name}.weight", tensor
         elif key.endswith("e_score_correction_bias"):
             name = names.get_name(key.removesuffix("_bias"))
             yield f"{name}.bias", tensor

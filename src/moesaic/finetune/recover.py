@@ -71,7 +71,9 @@ def convert_and_recover(
         with keep_checkpoints():
             recovery = _recovered(prepared, tokens, draft, report)
             _write_both(prepared, draft, report, recovery)
-            drafts.take_name(draft, output, draft / RECOVERED)
+            drafts.take_name(
+                draft, output, options.overwrite, draft / RECOVERED
+            )
     report.recovery = recovery.to_dict()
     report.seconds = time.perf_counter() - started
     model = load_model(output, options.dtype, options.trust_remote_code)
@@ -215,10 +217,12 @@ def _recovered(
     prepared: Prepared, tokens: int, draft: Path, report: ConversionReport
 ) -> FinetuneReport:
     """Trains the converted model, unless an earlier run did."""
+    # The folder that the converted model is in will be gone.
+    name = f"{report.model}, {report.layout}"
     report_path = draft / RECOVERED / RECOVERY_FILE
     if report_path.is_file():
         values = json.loads(report_path.read_text("utf-8"))
-        return FinetuneReport(**values)
+        return FinetuneReport(**values | {"model": name})
     measured = None
     if report.perplexity is not None:
         measured = (report.perplexity, report.heldout_tokens)
@@ -231,8 +235,7 @@ def _recovered(
     )
     training = _training_options(prepared, tokens, draft)
     recovery = run(training, text)
-    # The folder that it was will be gone.
-    recovery.model = f"{report.model}, {report.layout}"
+    recovery.model = name
     return recovery
 
 

@@ -23,6 +23,7 @@ from moesaic.calibration.checks import check_vocabulary
 from moesaic.conversion.layout_search import HELDOUT_TOKENS
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
+from moesaic.families.head import check_head
 from moesaic.families.load import load_model
 from moesaic.finetune.balance import measure_loads, refit_thresholds
 from moesaic.finetune.checks import SHARDED, is_set
@@ -145,6 +146,9 @@ def run(
     inputs = prepare(options, text)
     student = load_student(inputs)
     teacher = load_teacher(inputs, student)
+    to_train = [student, teacher] if options.tune_teacher else [student]
+    for model in to_train:
+        check_head(model, inputs.windows_NL[0])
     report = new_report(inputs, student)
     measure_before(student, inputs, report)
     announce(student, inputs)
@@ -165,7 +169,7 @@ def run(
         save_model(trained.model, folder, inputs, windows_NL, report)
         report.seconds = time.perf_counter() - started
         write_files(folder, report, trained, options.command)
-        checkpoint.take_name(draft, options.output)
+        checkpoint.take_name(draft, options.output, options.overwrite)
     return report
 
 
@@ -205,6 +209,11 @@ def load_teacher(inputs: TrainingInput, student: Any) -> Any:
         inputs.teacher, options.dtype, options.trust_remote_code
     )
     check_teacher(student, teacher)
+    if options.tune_teacher and teacher.dtype == torch.float16:
+        raise MoesaicError(
+            f"{inputs.teacher} is in float16, whose range gradients leave, and "
+            "--tune-teacher trains it; pass --dtype bfloat16 or float32"
+        )
     return teacher
 
 

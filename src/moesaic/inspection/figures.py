@@ -203,7 +203,9 @@ def _heat_figure(inspected: Inspected) -> Figure | None:
             for layer in report.layers
             if layer.expert_load
         }
-        if of_report:
+        # Of a mixture only the converted experts are in it, without their numbers.
+        in_mixture = any(layer.experts for layer in report.layers)
+        if of_report and not in_mixture:
             loads = of_report
             where = (
                 f"{report.layers[0].tokens:,} held-out tokens of the "

@@ -25,6 +25,7 @@ from moesaic.calibration.calibration_set import CalibrationSet
 from moesaic.calibration.hidden_states import Stream
 from moesaic.errors import MoesaicError
 from moesaic.layout import Layout
+from moesaic.memory import lent_to
 from moesaic.methods.base import (
     Budget,
     FFNShape,
@@ -170,21 +171,19 @@ def refactor(
     experts = {}
     target_TR = torch.zeros(len(domain_T), domains)
     for layer, module in enumerate(ffns.layers):
-        home = next(module.parameters()).device
-        module.to(stream.device)
-        blocks = list(dense.ffn_inputs(layer))
-        if layer in ffns.converted:
-            ffn = ffns.read(layer)
-            hidden_blocks = (ffn.hidden(x_TD) for x_TD in blocks)
-            activity_RF = _activity(hidden_blocks, domain_T, domains)
-            experts[layer] = domain_experts(activity_RF, size)
-            targets = [
-                overlap_targets(ffn.hidden(x_TD), experts[layer])
-                for x_TD in blocks
-            ]
-            target_TR += torch.cat(targets).cpu()
-        dense.advance(layer, blocks)
-        module.to(home)
+        with lent_to(stream.device, module):
+            blocks = list(dense.ffn_inputs(layer))
+            if layer in ffns.converted:
+                ffn = ffns.read(layer)
+                hidden_blocks = (ffn.hidden(x_TD) for x_TD in blocks)
+                activity_RF = _activity(hidden_blocks, domain_T, domains)
+                experts[layer] = domain_experts(activity_RF, size)
+                targets = [
+                    overlap_targets(ffn.hidden(x_TD), experts[layer])
+                    for x_TD in blocks
+                ]
+                target_TR += torch.cat(targets).cpu()
+            dense.advance(layer, blocks)
     target_TR /= len(ffns.converted)
 
     token_ids = token_ids_of(ffns.base)

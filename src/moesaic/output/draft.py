@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,8 @@ def open_draft(
         except UnfinishedError:
             raise
         except MoesaicError:
-            shutil.rmtree(draft, ignore_errors=True)
+            with suppress(OSError):
+                _remove_draft(draft)
             raise
 
 
@@ -222,7 +223,7 @@ def _prepare_draft(
         _take_names_back(draft)
         return draft
     if draft.exists():
-        shutil.rmtree(draft)
+        _remove_draft(draft)
     draft.mkdir()
     _write_json(draft / _DRAFT, run)
     folder.mkdir()
@@ -324,12 +325,18 @@ def _save(state: State, path: Path) -> None:
 
 
 def finish(
-    draft: Path, output: Path, model: Any, tokenizer: Any, files: dict[str, str]
+    draft: Path,
+    output: Path,
+    model: Any,
+    tokenizer: Any,
+    files: dict[str, str],
+    overwrite: bool,
 ) -> None:
     """Completes the draft and gives it its name.
 
     Adds the weights outside the converted layers, the index, configuration with its code,
-    generation configuration, tokenizer and `files` (name to text).
+    generation configuration, tokenizer and `files` (name to text). `overwrite` is that of
+    `take_name`.
     """
     folder = draft / _MODEL
     state = _state_without_ties(model)
@@ -348,24 +355,42 @@ def finish(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     _give_names(draft, names)
-    take_name(draft, output)
+    take_name(draft, output, overwrite)
 
 
-def take_name(draft: Path, output: Path, folder: Path | None = None) -> None:
+def take_name(
+    draft: Path, output: Path, overwrite: bool, folder: Path | None = None
+) -> None:
     """Gives the finished folder in the draft its name; what had it goes only then.
 
-    That is `model` unless another one is named.
+    That is `model` unless another one is named. Raises UnfinishedError where something
+    that may not be replaced has taken the name since the run began.
     """
     if folder is None:
         folder = draft / _MODEL
     old = draft / _OLD
     sync_all(folder)
-    if output.exists():
+    if os.path.lexists(output):
+        try:
+            _check_replaceable(output, overwrite)
+        except MoesaicError as error:
+            raise UnfinishedError(
+                f"{error}. It was not there when this run began; what is finished is "
+                f"kept in {draft}: move {output} away and run again with --resume"
+            ) from error
         output.rename(old)
     folder.rename(output)
     sync(output.parent)
-    # Before draft.json, which says that the draft is ours.
-    shutil.rmtree(old, ignore_errors=True)
+    _remove_draft(draft)
+
+
+def _remove_draft(draft: Path) -> None:
+    """Removes a draft, draft.json last: that file says that the draft is ours."""
+    for path in draft.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _DRAFT:
+            path.unlink()
     shutil.rmtree(draft)
 
 
