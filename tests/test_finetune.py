@@ -697,6 +697,17 @@ def test_a_teacher_of_another_family_is_refused(
         moesaic.finetune(**tuned_input | {"distill": str(teacher)})
 
 
+def test_a_teacher_that_is_to_be_tuned_needs_a_wider_dtype(
+    tuned_input: dict[str, Any], tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    dense_model("llama").to(torch.float16).save_pretrained(teacher)
+    changes = {"distill": str(teacher), "tune_teacher": True, "dtype": "auto"}
+    with pytest.raises(MoesaicError, match="teacher is in float16, .* --tune-teacher trains it"):
+        moesaic.finetune(**tuned_input | changes)
+    assert not (tmp_path / "tuned.partial").exists()
+
+
 def test_only_whole_steps_and_no_private_paths(tuned_input: dict[str, Any], tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     dense_model("llama").save_pretrained(teacher)

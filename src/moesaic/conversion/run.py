@@ -154,6 +154,7 @@ class Run:
             device = self.stream.device
             modules = [module.to(device) for module in saved.replacements]
             self._pass_on_linears(layer, paths, modules)
+            self._map(layer, prefixes, modules, saved.report)
             return saved.report
         blocks = self.stream.module_inputs(layer, paths)
         self.clock("inputs")
@@ -265,6 +266,7 @@ class Run:
         if saved is not None:
             replacement: Any = saved.replacements[0].to(self.stream.device)
             self._pass_on(layer, replacement, inputs.own())
+            self._map(layer, prefixes, [replacement], saved.report)
             return saved.report
         ffn = ffns.read(layer)
         sizes = self.plan.moe.sizes_of(layer)
@@ -381,24 +383,32 @@ class Run:
         replacements: Sequence[Any],
         report: LayerReport,
     ) -> None:
-        """Into the draft, if there is one. A model on the CPU then reads them from it.
-
-        So do other processes that see the file.
-        """
-        share = self.stream.share
+        """Into the draft, if there is one, and from there."""
         if self.draft is not None:
             save_layer(self.draft, layer, prefixes, replacements, report)
-        draft, report = share.agreed((self.draft, report))
-        home = next(self._base.parameters()).device
-        if draft is not None and home.type == "cpu":
-            found = read_from_draft(
-                draft, layer, prefixes, replacements, report
+        found = self._map(layer, prefixes, replacements, report)
+        if self.draft is not None and not found:
+            raise MoesaicError(
+                f"layer {layer} was written to {self.draft}, and is gone"
             )
-            if self.draft is not None and not found:
-                raise MoesaicError(
-                    f"layer {layer} was written to {draft}, and is gone"
-                )
         self.clock("write")
+
+    def _map(
+        self,
+        layer: int,
+        prefixes: Sequence[str],
+        replacements: Sequence[Any],
+        report: LayerReport,
+    ) -> bool:
+        """A model on the CPU has what is in the draft from the file, not in memory.
+
+        So do other processes that see the file. False where it is gone.
+        """
+        draft, report = self.stream.share.agreed((self.draft, report))
+        home = next(self._base.parameters()).device
+        if draft is None or home.type != "cpu":
+            return True
+        return read_from_draft(draft, layer, prefixes, replacements, report)
 
     def _install(self, layer: int, module: nn.Module) -> None:
         install(self._base, self.plan.config, layer, module)
