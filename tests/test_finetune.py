@@ -703,7 +703,7 @@ def test_a_teacher_that_is_to_be_tuned_needs_a_wider_dtype(
     teacher = tmp_path / "teacher"
     dense_model("llama").to(torch.float16).save_pretrained(teacher)
     changes = {"distill": str(teacher), "tune_teacher": True, "dtype": "auto"}
-    with pytest.raises(MoesaicError, match="teacher is in float16, .* --tune-teacher trains it"):
+    with pytest.raises(MoesaicError, match=r"teacher is in float16, .* --tune-teacher trains it"):
         moesaic.finetune(**tuned_input | changes)
     assert not (tmp_path / "tuned.partial").exists()
 
