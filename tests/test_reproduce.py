@@ -18,6 +18,7 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate.task_data import FILES
 from moesaic.evaluate.tasks import load_questions
 from moesaic.experiments import load_balance
+from moesaic.experiments import study as study_module
 from moesaic.experiments.contents import EXPERIMENTS, chosen
 from moesaic.experiments.figure import draw
 from moesaic.experiments.flops import CONFIGS
@@ -27,7 +28,7 @@ from moesaic.experiments.reproduce import reproduce
 from moesaic.experiments.scales import SCALES
 from moesaic.experiments.study import Study
 from moesaic.experiments.table import Column, Line, Panel, Row, Table
-from moesaic.experiments.texts import prepare_texts, smoke_text
+from moesaic.experiments.texts import Text, prepare_texts, smoke_text
 
 CHEAP = "hidden_states,activation_rates,domain_overlap,load_balance"
 CONFIG_FOLDER = Path(import_module("moesaic.experiments").__path__[0]) / "configs"
@@ -112,6 +113,26 @@ def test_how_long_a_conversion_took_is_kept(folder: Path) -> None:
     assert seconds is not None
     assert seconds > 0
     assert study.conversion_seconds("elsewhere") is None
+
+
+def test_what_was_measured_counts_where_the_folder_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def once(model: str, sources: list[str], **options: Any) -> dict[str, Any]:
+        measured.extend(sources)
+        return {"perplexity": {sources[0]: 3.5}}
+
+    monkeypatch.setattr(study_module, "evaluate", once)
+    for name in ("before", "after"):
+        folder = tmp_path / name
+        text = Text(str(folder / "fit.txt"), str(folder / "test.txt"))
+        study = Study("demo", SCALES["smoke"], folder, {"wiki": text})
+        assert study.perplexity("demo", "wiki") == 3.5
+        if name == "before":
+            shutil.copytree(folder, tmp_path / "after")
+    assert measured == [str(tmp_path / "before" / "test.txt")]
 
 
 def test_a_second_run_keeps_what_is_whole(folder: Path) -> None:

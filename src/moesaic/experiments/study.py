@@ -199,7 +199,10 @@ class Study:
             )
 
         found = self._measured(given, measure)
-        return float(found["perplexity"][source])
+        [value] = found[
+            "perplexity"
+        ].values()  # of a folder that may have been moved
+        return float(value)
 
     def answers(
         self, model: str, task: str, votes: Sequence[int] = ()
