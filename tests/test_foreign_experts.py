@@ -584,7 +584,7 @@ def test_windows_of_several_texts_keep_their_domains_and_what_is_held_out() -> N
         assert torch.equal(joined.windows_NL[joined.domain_N == domain], text)
     fewer = joined.fewer(8)
     assert fewer.domain_N is not None
-    assert fewer.domain_N.tolist() == [1, 0, 1, 1, 0, 1, 1, 1]
+    assert fewer.domain_N.tolist() == [1, 0, 1, 1, 0, 1, 0, 1]  # one of each held out
     with pytest.raises(MoesaicError, match="4 and 5 tokens"):
         CalibrationSet.joined([CalibrationSet(first), CalibrationSet(tokens(2, 5))])
 
@@ -599,6 +599,19 @@ def test_what_is_held_out_of_several_texts_is_what_each_held_out() -> None:
     fewer = joined.fewer(35)
     assert fewer.split.first_heldout == 32 * 4
     assert {tuple(window.tolist()) for window in fewer.heldout(9)} == last
+
+
+def test_a_window_that_was_held_out_is_never_fitted_on() -> None:
+    """Four texts of two windows hold out half of them."""
+    texts = [tokens(2, 4, seed=seed) for seed in range(4)]
+    joined = CalibrationSet.joined([CalibrationSet(text) for text in texts])
+    assert joined.heldout_samples == 4
+    held = {tuple(text[1].tolist()) for text in texts}
+    for samples in range(2, 9):
+        fewer = joined.fewer(samples)
+        fitted = fewer.windows_NL[: fewer.samples - fewer.heldout_samples]
+        assert len(fitted) == min(samples - samples // 2, 4)
+        assert not held & {tuple(window.tolist()) for window in fitted}
 
 
 def test_read_me_wants_texts_of_two_domains(

@@ -154,6 +154,13 @@ class CalibrationSet:
         return len(self.windows_NL)
 
     @property
+    def heldout_samples(self) -> int:
+        """How many windows are held out; of several texts some of each."""
+        if self.heldout_of_texts is not None:
+            return self.heldout_of_texts
+        return heldout_windows(self.samples)
+
+    @property
     def length(self) -> int:
         """Tokens of a window."""
         return self.windows_NL.shape[1]
@@ -200,18 +207,31 @@ class CalibrationSet:
 
     def heldout(self, most: int) -> Tensor:
         """At most so many of the windows that are held out; the last one at least."""
-        count = self.heldout_of_texts or heldout_windows(self.samples)
-        count = min(max(count, 1), most)
+        count = min(max(self.heldout_samples, 1), most)
         return self.windows_NL[-count:]
 
+    @property
+    def _texts(self) -> int:
+        """How many texts the windows are of."""
+        if self.domain_N is None:
+            return 1
+        return len(self.domain_N.unique())
+
     def fewer(self, samples: int) -> CalibrationSet:
-        """At most so many windows, held out and others in proportion."""
+        """At most so many windows, held out and others in proportion.
+
+        Of several texts one of each is held out, as long as half of the windows are
+        left to fit on, and never is a window fitted on that was held out.
+        """
         if samples >= self.samples:
             return self
         heldout = heldout_windows(samples)
         heldout_of_texts = None
         if self.heldout_of_texts is not None:
+            heldout = max(heldout, min(self._texts, samples // 2))
             heldout = min(heldout, self.heldout_of_texts)
+            to_fit = self.samples - self.heldout_of_texts
+            heldout = max(heldout, samples - to_fit)
             heldout_of_texts = heldout or None
         fitted = samples - heldout
         first_heldout = self.samples - heldout

@@ -17,7 +17,6 @@ from moesaic.calibration.calibration_set import (
     MOST_TOKENS,
     CalibrationSet,
     check_samples,
-    heldout_windows,
 )
 from moesaic.calibration.text import has_heldout_split, to_ids
 from moesaic.conversion.options import ConvertOptions
@@ -205,7 +204,7 @@ def check_processes(
             "cannot share; run it as one process"
         )
     windows = calibration.samples
-    heldout = heldout_windows(windows) if method.fits_weights else 0
+    heldout = calibration.heldout_samples if method.fits_weights else 0
     if windows - heldout < count:
         raise MoesaicError(
             f"{windows - heldout} calibration windows to fit on cannot be shared by "

@@ -333,6 +333,7 @@ class Run:
             modules = [module.to(device) for module in saved.replacements]
             converted = mixture.unstacked(modules, saved.report)
             self._pass_on_mixture(layer, converted, inputs)
+            self._map(layer, prefixes, converted.modules, saved.report)
             return saved.report
         try:
             converted = mixture.convert(method, inputs)

@@ -375,8 +375,9 @@ def take_name(
             _check_replaceable(output, overwrite)
         except MoesaicError as error:
             raise UnfinishedError(
-                f"{error}. It was not there when this run began; what is finished is "
-                f"kept in {draft}: move {output} away and run again with --resume"
+                f"{output} was made by someone else since this run began, and is left "
+                f"alone; the finished model is kept in {draft}: move {output} away and "
+                "run again with --resume"
             ) from error
         output.rename(old)
     folder.rename(output)
