@@ -39,7 +39,12 @@ from moesaic.conversion.layout_search import (
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan
-from moesaic.conversion.prepare import Prepared, prepare, source_name
+from moesaic.conversion.prepare import (
+    Prepared,
+    ValidationText,
+    prepare,
+    source_name,
+)
 from moesaic.conversion.report import CONVERSION_FILE, ConversionReport
 from moesaic.conversion.run import Run, under_masks
 from moesaic.errors import MoesaicError
@@ -309,15 +314,8 @@ class _Conversion:
         if validation is None:
             return
         self.report.heldout = validation.name
-        length = self.prepared.length
         try:
-            value, tokens = perplexity(
-                self.dense,
-                validation.ids,
-                length,
-                HELDOUT_TOKENS,
-                share=self.share,
-            )
+            value, tokens = self._score(validation)
         except MoesaicError:
             windows_NL = self.prepared.windows_NL
             # Where the model was scored, which may be no device that it fits on.
@@ -331,16 +329,19 @@ class _Conversion:
         validation = self.prepared.validation
         if validation is None:
             return None
-        length = self.prepared.length
         with under_masks(self.dense):
-            value, _ = perplexity(
-                self.dense,
-                validation.ids,
-                length,
-                HELDOUT_TOKENS,
-                share=self.share,
-            )
+            value, _ = self._score(validation)
         return value
+
+    def _score(self, validation: ValidationText) -> tuple[float, int]:
+        """The model's perplexity as it is now, and the tokens it is of."""
+        return perplexity(
+            self.dense,
+            validation.ids,
+            self.prepared.length,
+            HELDOUT_TOKENS,
+            share=self.share,
+        )
 
     def _files(self) -> dict[str, str]:
         """Card and report, by their names."""
