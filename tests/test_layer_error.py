@@ -140,8 +140,7 @@ def test_routing_equals_a_double_loop(family: str) -> None:
     assert report.relative_error == pytest.approx(lost(layer, chosen), rel=1e-4)
     assert report.references["unrepaired"] == pytest.approx(report.relative_error, rel=1e-4)
     assert report.repair is None
-    idle = load.count(0)
-    said = [f"{idle} experts of {R} run for none of the measured tokens"] if idle else []
+    said = ["some experts run for none of the measured tokens"] if 0 in load else []
     assert report.notes == said
 
 

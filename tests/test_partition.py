@@ -25,7 +25,7 @@ from moesaic.methods.load import load_method
 from moesaic.parts.clustering import balanced_kmeans
 from moesaic.parts.importance import activation_rate, contribution
 from moesaic.parts.partition import Partition
-from moesaic.parts.representatives import random_members, representative
+from moesaic.parts.representatives import own_members, random_members, representative
 from tests import reference
 
 CPU = torch.device("cpu")
@@ -267,6 +267,16 @@ def test_representative_by_hand() -> None:
     a_TF = np.zeros((3, 5), dtype=np.int64)
     a_TF[:, 1], a_TF[:, 3], a_TF[:, 4] = (1, 0, 0), (0, 1, 1), (1, 1, 0)
     assert representative(statistics_of(a_TF), np.array([[1, 3, 4]])).tolist() == [4]
+
+
+def test_a_member_of_several_experts_speaks_for_none() -> None:
+    """Unless the expert has no other, as the last one. Neuron 4 is nearest the centroid."""
+    experts_RM = np.array([[1, 3, 4], [0, 2, 4], [0, 1, 2]])
+    own_RM = own_members(experts_RM)
+    assert own_RM.tolist() == [[False, True, False], [True, True, True], [True, True, True]]
+    a_TF = np.zeros((3, 5), dtype=np.int64)
+    a_TF[:, 1], a_TF[:, 3], a_TF[:, 4] = (1, 0, 0), (0, 1, 1), (1, 1, 0)
+    assert representative(statistics_of(a_TF), experts_RM[:1], own_RM[:1]).tolist() == [3]
 
 
 @pytest.mark.parametrize("seed", range(5))

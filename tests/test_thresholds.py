@@ -141,6 +141,17 @@ def test_a_soft_choice_by_hand() -> None:
     torch.testing.assert_close(soft_choice(value_TR * 9, 27.0), expected)
 
 
+@pytest.mark.parametrize("off", [0.0, 1e-8])
+def test_a_choice_among_equals_has_no_gradient(off: float) -> None:
+    """It would be of the order of 1 over their spread: not finite. Other tokens keep theirs."""
+    value_TR = torch.tensor([[0.5, 0.5 + off, 0.5], [0.1, 0.2, 0.4]], requires_grad=True)
+    threshold_T1 = torch.tensor([[0.5], [0.15]])
+    soft_choice(value_TR, threshold_T1).sum().backward()
+    assert value_TR.grad is not None
+    assert value_TR.grad[0].tolist() == [0, 0, 0]
+    assert value_TR.grad[1].all()
+
+
 # --- who runs ----------------------------------------------------------------------------------
 
 

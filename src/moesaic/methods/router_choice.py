@@ -14,7 +14,7 @@ from moesaic.calibration.statistics import PLAIN, StatisticsKind
 from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.expert_method import ExpertMethod, LayerFit
 from moesaic.modeling import RouterConfig
-from moesaic.parts.representatives import analytical_router
+from moesaic.parts.representatives import analytical_router, own_members
 
 ANALYTICAL = "analytical"
 ANALYTICAL_TOP_K = 10  # K_a of that paper
@@ -60,9 +60,13 @@ class RouterChoice(ExpertMethod):
 
     def make_router(self, fit: LayerFit) -> Any:
         if self.router == ANALYTICAL:
+            # Where experts overlap, one neuron would score several alike.
+            before_copies = fit.made.partition
+            assert before_copies is not None
             return analytical_router(
                 fit.statistics,
                 fit.partition.experts_RM,
+                own_members(before_copies.experts_RM),
                 fit.ffn,
                 fit.block,
                 fit.sizes,

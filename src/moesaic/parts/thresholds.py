@@ -23,11 +23,16 @@ def soft_choice(value_TR: Tensor, threshold_T1: Tensor | float = 0.0) -> Tensor:
     """How surely each expert runs (T, R), in (0, 1).
 
     A sigmoid of its distance from the threshold: what a choice's gradient is taken
-    for (straight-through).
+    for (straight-through). Where a token's values are all equal up to rounding, no
+    expert is preferred, and there is no gradient.
     """
     with torch.no_grad():
         spread_T1 = value_TR.std(dim=-1, keepdim=True, unbiased=False)
+        largest_T1 = value_TR.abs().amax(dim=-1, keepdim=True)
+        rounding_T1 = torch.finfo(value_TR.dtype).eps * largest_T1
+        is_tied_T1 = spread_T1 <= rounding_T1
         spread_T1 = spread_T1.clamp(min=1e-20)
+    value_TR = torch.where(is_tied_T1, value_TR.detach(), value_TR)
     distance_TR = value_TR - threshold_T1
     width_T1 = SOFTNESS * spread_T1
     return (distance_TR / width_T1).sigmoid()
