@@ -326,5 +326,6 @@ def test_code_beside_the_weights_runs_only_if_asked(
     bare = str(Path(sys.base_prefix) / "bin" / "python3")
     assert not has_module(bare, "moesaic")
     assert has_module(sys.executable, "moesaic")
+    assert not has_module("/bin/true", "moesaic")  # no Python, and content with anything
     with pytest.raises(MoesaicError, match=r"install moesaic for .* or say --trust-remote-code"):
         bench(str(tmp_path), engine="vllm", engine_python=bare, prefill=8, decode=2)

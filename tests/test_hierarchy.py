@@ -119,6 +119,18 @@ def test_outputs_and_gradients_equal_the_double_loop(
         torch.testing.assert_close(value, leaves[name].grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("method", ["cmoe", "moesaic-dynamic"])
+def test_no_token_gives_none(method: str) -> None:
+    block = block_of(method)
+    none_TO = torch.zeros(0, ACTIVE, dtype=torch.long)
+    weight_TO = torch.zeros(0, ACTIVE)
+    x_TD = torch.zeros(0, HIDDEN)
+    assert block(x_TD, none_TO, weight_TO).shape == (0, HIDDEN)
+    units = block.units(x_TD, none_TO, weight_TO)
+    assert units is not None
+    assert len(units[0]) == 0
+
+
 def test_the_outer_weight_multiplies_the_whole_mixture() -> None:
     block = block_of("moesaic-dynamic")
     x, index = torch.randn(5, HIDDEN), torch.tensor([[2]] * 5)

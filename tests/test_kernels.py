@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
@@ -157,6 +158,18 @@ def test_no_token_and_what_is_no_number() -> None:
     assert found[[0, 2]].isfinite().all()
 
 
+def test_what_is_no_number_passes_relu() -> None:
+    """Without gates that are no numbers themselves, as after a conversion."""
+    block = block_of((13, 12, 9, 4, 40), activation="relu", gated=False)
+    block.router.expert_scale.zero_()
+    x = torch.randn(3, 40)
+    x[1] = torch.nan
+    found = block_forward(block, x)
+    assert found is not None
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+
+
 @pytest.mark.usefixtures("unasked_kernel")
 def test_nothing_is_held_twice_or_changed(tmp_path: Path) -> None:
     windows = tokens(8, 32, seed=1)
@@ -224,6 +237,10 @@ def test_hooks_formats_and_other_routers_run_as_before() -> None:
     assert block_forward(block.bfloat16(), x.bfloat16()) is None  # vectors of float32 too
     block = block_of((13, 12, 9, 4, 40))
     block.router.chooser = "threshold"
+    assert block_forward(block, x) is None
+    block = block_of((13, 12, 9, 4, 40))
+    config = LoraConfig(target_parameters=["score_proj.weight"], target_modules=[])
+    get_peft_model(block, config)
     assert block_forward(block, x) is None
 
 

@@ -84,8 +84,10 @@ def test_threads(threads: int, int8: bool) -> None:
 
 
 @torch.no_grad()
-def test_nobody_and_everybody_runs() -> None:
-    neurons: Any = neurons_of(64, 100)
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_nobody_and_everybody_runs(activation: str) -> None:
+    """With ReLU many copies say exactly 0, and those neurons run too where all do."""
+    neurons: Any = neurons_of(64, 100, activation=activation)
     x_TD = inputs_of(neurons, 2)
     neurons.router.selection_bias.fill_(-200.0)
     found = neurons_forward(neurons, x_TD)
@@ -94,9 +96,21 @@ def test_nobody_and_everybody_runs() -> None:
     neurons.router.selection_bias.fill_(200.0)
     neurons.router.exact_margin.fill_(0.0)
     found = neurons_forward(neurons, x_TD)
-    gate_TF = nn.functional.silu(neurons.gate_proj(x_TD))
+    gate_TF = neurons.act_fn(neurons.gate_proj(x_TD))
     dense = neurons.down_proj(gate_TF * neurons.up_proj(x_TD))
     torch.testing.assert_close(found, dense, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [87.0, 88.0])
+def test_what_is_told_to_be_nothing_has_an_energy_still(bias: float) -> None:
+    """1e-38, whose logarithm is -87.5: on either side of it the kernel and torch agree."""
+    neurons: Any = neurons_of(64, 100, activation="relu")
+    x_TD = inputs_of(neurons, 2)
+    assert (neurons.router.copied(x_TD) == 0).any()
+    neurons.router.selection_bias.fill_(bias)
+    neurons.router.exact_margin.fill_(0.0)
+    check(neurons, 2)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from moesaic.experiments.flops import CONFIGS
 from moesaic.experiments.page import markdown
 from moesaic.experiments.questions import puzzles, write_questions
 from moesaic.experiments.reproduce import reproduce
-from moesaic.experiments.scales import SCALES
+from moesaic.experiments.scales import SCALES, with_prompts_within
 from moesaic.experiments.study import Study
 from moesaic.experiments.table import Column, Line, Panel, Row, Table
 from moesaic.experiments.texts import Text, prepare_texts, smoke_text
@@ -151,6 +151,16 @@ def test_a_second_run_keeps_what_is_whole(folder: Path) -> None:
     assert (done.made, done.kept) == (0, 4)
 
 
+def test_options_that_a_table_does_not_ask_for_do_not_make_it_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    done = reproduce("demo", again, tables=CHEAP, allow_code_execution=True)
+    assert (done.made, done.kept) == (0, 4)
+    assert "[hidden_states](hidden_states.md)" in (again / "README.md").read_text()
+
+
 def test_numbers_are_the_same_in_another_folder(folder: Path, tmp_path: Path) -> None:
     names = "domain_overlap,load_balance"
     reproduce("demo", tmp_path / "other", tables=names)
@@ -163,20 +173,22 @@ def test_numbers_are_the_same_in_another_folder(folder: Path, tmp_path: Path) ->
         assert pages[0].read_bytes() == pages[1].read_bytes()
 
 
+@pytest.mark.parametrize("kind", [MoesaicError, RuntimeError])
 def test_one_that_fails_stops_no_other(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def fail(study: object) -> Table:
-        raise MoesaicError("made to fail")
+        raise kind("made to fail")
 
     monkeypatch.setattr(load_balance, "run", fail)
     code, printed, error = run(
         "demo", "--output", tmp_path / "out", "--tables", "load_balance,hidden_states"
     )
     assert code == 2
-    assert "error: load_balance: made to fail" in error
+    assert "error: load_balance: " in error
+    assert "made to fail" in error
     assert "1 made" in printed
-    assert "failed, made to fail" in (tmp_path / "out" / "README.md").read_text()
+    assert "made to fail" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "hidden_states.json").is_file()
 
 
@@ -281,6 +293,26 @@ def test_a_page_shows_both_numbers() -> None:
     assert "- times, which differ from run to run: tokens/s" in page
 
 
+def test_the_paper_s_model_is_that_of_its_table() -> None:
+    """Whatever model runs; but where the paper has rows of several."""
+    expected = {"speed": "Qwen-2.5 72B", "hierarchical": "Qwen3-30B-A3B", "wina": "Llama-2 7B"}
+    for name, model in expected.items():
+        assert EXPERIMENTS[name].paper_model == model
+    several = [row.name for row in EXPERIMENTS.values() if row.paper_model is None]
+    assert several == ["zero_shot", "self_consistency"]
+
+
+@pytest.mark.parametrize(
+    ("context", "prompts"),
+    [(4096, (3968,)), (16_000, (4096, 15_872)), (32_768, (4096, 32_000))],
+)
+def test_prompts_leave_room_for_the_tokens_after_them(
+    context: int, prompts: tuple[int, ...]
+) -> None:
+    """Llama-2 reads 4,096 tokens, which is the paper's shorter prompt."""
+    assert with_prompts_within(SCALES["paper"], context).contexts == prompts
+
+
 def test_times_stand_apart() -> None:
     assert TABLE.numbers()["rows"][0]["values"] == {"score": 70.0}
     assert TABLE.times() == {"dense": {"speed": 9}, "cut|off": {"speed": 10}}
@@ -345,6 +377,7 @@ def test_a_text_is_cut_in_two(tmp_path: Path) -> None:
         ),
         (["--text", "wiki"], "--text 'wiki' is not of the form DOMAIN=SOURCE"),
         (["--text", "wki=demo"], "unknown text 'wki': did you mean wiki?"),
+        (["--tables", "hidden_states", "--text", "code=/no/file.txt"], "/no/file.txt"),
         (["--tables", "zero_shot", "--task-data", "none"], "--task-data none is no folder"),
     ],
 )

@@ -86,7 +86,7 @@ def has_module(python: str, module: str) -> bool:
     """Whether that Python can import it. Raises MoesaicError where there is no Python."""
     test = (
         "import importlib.util as util; "
-        f"raise SystemExit(util.find_spec({module!r}) is None)"
+        f"print('found', util.find_spec({module!r}) is not None)"
     )
     try:
         found = subprocess.run(
@@ -96,7 +96,7 @@ def has_module(python: str, module: str) -> bool:
         raise MoesaicError(
             f"--engine-python {python}: no Python there ({error.strerror})"
         ) from error
-    return found.returncode == 0
+    return b"found True" in found.stdout
 
 
 @dataclass
@@ -207,6 +207,10 @@ def started(
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # Or Popen would send what is left, and hide the error by its own.
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def _let_end(process: subprocess.Popen[bytes]) -> None:

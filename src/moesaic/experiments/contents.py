@@ -17,6 +17,8 @@ class Experiment:
 
     `claim` is what the paper reads from it. `tasks` and `texts` are what it needs. `cost`
     is its share of the time, by which the time left is told: seconds of CPU at smoke.
+    `paper_model` is whose numbers the paper has; None: of several models. `is_timed`:
+    prompts of the scale's lengths are timed.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Experiment:
     cost: float
     tasks: tuple[str, ...] = ()
     texts: tuple[str, ...] = ("wiki",)
+    paper_model: str | None = "Llama-2 7B"
+    is_timed: bool = False
 
     @property
     def where(self) -> str:
@@ -42,6 +46,7 @@ EXPERIMENTS = {
             "The paper's method is ahead of all others on all five tasks.",
             90,
             tasks=FIVE,
+            paper_model=None,
         ),
         Experiment(
             "breadth",
@@ -99,6 +104,7 @@ EXPERIMENTS = {
             "FLOPs, MACs and throughput",
             "16.6 % fewer FLOPs and 14.8 % more tokens a second.",
             25,
+            is_timed=True,
         ),
         Experiment(
             "wina",
@@ -106,13 +112,16 @@ EXPERIMENTS = {
             "activation sparsity (WINA) on top of experts",
             "What WINA and experts save adds up.",
             90,
+            is_timed=True,
         ),
         Experiment(
             "speed",
             "Table 9",
             "speed by configuration and regime",
-            "1.02 to 1.17 times as fast; the fewer shared experts, the faster.",
+            "1.02 to 1.17 times as fast; most so with one shared expert of eight.",
             90,
+            paper_model="Qwen-2.5 72B",
+            is_timed=True,
         ),
         Experiment(
             "sparsity_perplexity",
@@ -128,6 +137,7 @@ EXPERIMENTS = {
             "Voting gains the sparse model 4.7 points and the dense one 0.6.",
             60,
             tasks=("piqa", "arc_easy", "arc_challenge", "gsm8k"),
+            paper_model=None,
         ),
         Experiment(
             "hierarchical",
@@ -136,6 +146,7 @@ EXPERIMENTS = {
             "Qwen3-30B-A3B saves 14.9 % of its MACs for 4 to 9 points.",
             55,
             tasks=FIVE,
+            paper_model="Qwen3-30B-A3B",
         ),
         Experiment(
             "hidden_states",

@@ -27,7 +27,7 @@ _MARGINS = 1.2
 _PANEL_WIDTH = 3.2
 _CURVES_WIDTH = 5.5
 _CURVES_HEIGHT = 4.2
-_MOST_COLUMNS = 6
+_MOST_COLUMNS = 7
 
 
 def draw(table: Table, title: str) -> bytes:

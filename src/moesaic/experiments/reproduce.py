@@ -18,6 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moesaic._version import __version__
+from moesaic.calibration.text import read_documents
+from moesaic.comparison.missing import reason_of
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.task_data import check_files
 from moesaic.evaluate.tasks import TASKS, load_questions
@@ -30,7 +32,12 @@ from moesaic.experiments.contents import (
 from moesaic.experiments.figure import draw
 from moesaic.experiments.page import markdown
 from moesaic.experiments.questions import MADE_UP, write_questions
-from moesaic.experiments.scales import Scale, check_length, scale_of
+from moesaic.experiments.scales import (
+    Scale,
+    check_length,
+    scale_of,
+    with_prompts_within,
+)
 from moesaic.experiments.study import Study
 from moesaic.experiments.table import Table
 from moesaic.experiments.texts import (
@@ -84,12 +91,14 @@ def reproduce(
     Models that several tables share stay in `output`/models: some 60 of the model's size.
     """
     experiments = chosen(tables)
-    size = scale_of(scale)
+    usual_size = scale_of(scale)
     folder = Path(output).absolute()
     is_smoke = scale == SMOKE
     sources = named_sources(texts or {}, is_smoke)
     config = load_config(model, trust_remote_code, dtype)
-    check_length(size, model, context_of(config))
+    context = context_of(config)
+    check_length(usual_size, model, context)
+    size = with_prompts_within(usual_size, context)
     settings = {
         "model": model,
         "scale": size.to_dict(),
@@ -99,6 +108,8 @@ def reproduce(
         "version": __version__,
     }
     _check_folder(folder, settings)
+    for source in (texts or {}).values():
+        read_documents(source)
     if not is_smoke:
         check_sources(sources, experiments)
     _check_questions(experiments, size, task_data, allow_code_execution)
@@ -195,7 +206,7 @@ def _make_all(
     settings: dict[str, Any],
     progress: Callable[[str], Any],
 ) -> Done:
-    """The loop over the tables; whatever one raises as bad input, the others go on."""
+    """The loop over the tables; whatever one raises, the others go on."""
     started = time.perf_counter()
     undone = [row for row in experiments if not _is_whole(study, row, settings)]
     done = Done(kept=len(experiments) - len(undone))
@@ -209,8 +220,10 @@ def _make_all(
         )
         try:
             _make(experiment, study, settings)
-        except MoesaicError as error:
-            done.failed[experiment.name] = " ".join(str(error).split())
+        except OSError:  # a disk that is full or gone
+            raise
+        except Exception as error:  # of methods, of libraries, of memory
+            done.failed[experiment.name] = reason_of(error)
         else:
             done.made += 1
         spent += experiment.cost
@@ -229,8 +242,9 @@ def _make(
     table = _with_stand_ins(table, experiment, study, settings)
     seconds = time.perf_counter() - started
     label = f"{experiment.label}: {experiment.title}"
+    paper_model = experiment.paper_model or study.paper_model
     page = markdown(
-        experiment, table, study.shown_model, study.scale, study.paper_model
+        experiment, table, study.shown_model, study.scale, paper_model
     )
     image = draw(table, f"{label}\n{study.shown_model}, {study.scale.name}")
     values = {
@@ -260,6 +274,12 @@ def _with_stand_ins(
             notes.append(MADE_UP)
         if not settings["texts"]:
             notes.append(SMOKE_TEXTS)
+    prompts = study.scale.contexts
+    if experiment.is_timed and prompts != scale_of(study.scale.name).contexts:
+        longest = max(prompts)
+        notes.append(
+            f"prompts have at most {longest:,} tokens: the model's context holds no more"
+        )
     for domain in experiment.texts:
         source = settings["texts"].get(domain)
         if source != USUAL.get(domain) and source is not None:
@@ -270,11 +290,18 @@ def _with_stand_ins(
 def _is_whole(
     study: Study, experiment: Experiment, settings: dict[str, Any]
 ) -> bool:
-    """Whether a table is there, made with these settings."""
+    """Whether a table is there, made with these settings, as far as it asks for them."""
     path = study.folder / f"{experiment.name}.json"
+    unused = set()
+    if not experiment.tasks:
+        unused.add("task_data")
+    if "humaneval" not in experiment.tasks:
+        unused.add("allow_code_execution")
     try:
         values = json.loads(path.read_text("utf-8"))
-        same = values["settings"] == settings
+        earlier = values["settings"]
+        differing = {key for key in settings if earlier[key] != settings[key]}
+        same = differing <= unused
     except (OSError, ValueError, KeyError, TypeError):
         return False
     others = [path.with_suffix(suffix) for suffix in (".md", ".png")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moesaic.errors import MoesaicError, unknown
@@ -126,6 +126,14 @@ def scale_of(name: str) -> Scale:
     if name not in SCALES:
         raise unknown("scale", name, SCALES)
     return SCALES[name]
+
+
+def with_prompts_within(scale: Scale, context: int) -> Scale:
+    """The scale with prompts that leave room for the tokens after them."""
+    longest = context - scale.decode
+    prompts = [min(tokens, longest) for tokens in scale.contexts]
+    distinct = tuple(dict.fromkeys(prompts))
+    return replace(scale, contexts=distinct)
 
 
 def check_length(scale: Scale, model: str, context: int) -> None:

@@ -92,6 +92,7 @@ class Study:
         output = self._output(f"{method}-{layout or sparsity}", given)
         if not output.exists():
             self.tell(f"converting {self._name(model)} by {method}")
+            was_begun = Path(f"{output}.partial").exists()
             calibration: Any = sources
             if len(sources) == 1:
                 [calibration] = sources.values()
@@ -110,10 +111,8 @@ class Study:
                 dtype=self.dtype,
                 trust_remote_code=self.trust_remote_code,
             )
-            kept = {"seconds": report.seconds}
-            path = self._time_of(output)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, json.dumps(kept) + "\n")
+            if not was_begun:
+                self._keep_time(output, report.seconds)
         return str(output)
 
     def tuned(
@@ -308,6 +307,11 @@ class Study:
     def _time_of(self, model: Path) -> Path:
         """The file that keeps how long it took to make a model's folder."""
         return self.folder / "measured" / f"{model.name}.seconds.json"
+
+    def _keep_time(self, model: Path, seconds: float) -> None:
+        path = self._time_of(model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps({"seconds": seconds}) + "\n")
 
     def _measured(
         self, given: Mapping[str, Any], measure: Callable[[], dict[str, Any]]

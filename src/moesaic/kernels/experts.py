@@ -181,12 +181,18 @@ def _is_usual(experts: Any, x_TD: Tensor) -> bool:
 def _is_plain(block: Any, x_TD: Tensor) -> bool:
     """Whether a block has a linear router, the K best experts, and nothing besides."""
     # Whoever imports moesaic.modeling first imports this module on the way.
-    from moesaic.modeling import MoesaicBlock, MoesaicLinearRouter
+    from moesaic.modeling import (
+        MoesaicBlock,
+        MoesaicLinearRouter,
+        MoesaicProjection,
+    )
 
     router = block.router
     if type(block) is not MoesaicBlock:  # others add to what it does
         return False
     if type(router) is not MoesaicLinearRouter:
+        return False
+    if type(router.score_proj) is not MoesaicProjection:  # PEFT's wrapper
         return False
     if router.chooser != "topk" or _is_watched(block):
         return False

@@ -366,6 +366,12 @@ struct Neurons {
       told_by_copies<BITS, N>(from, count, inputs, to);
   }
 
+  // The energy that a neuron has to exceed. Below the log of the smallest, 1e-38, all do:
+  // 0, since `exponential` ends a little above it.
+  static Floats least_energy(Floats log) {
+    return log < all(-87.498233f) ? Floats{} : exponential(log);
+  }
+
   // Who of neurons [from, to) runs, for N tokens.
   template <int BITS, int N>
   void choose(int64_t from, int64_t to, const Inputs<T>& inputs, Running* running) const {
@@ -376,8 +382,8 @@ struct Neurons {
       Told<N> of;
       told<BITS, N>(start, count, inputs, of);
       const Floats bias = some(bias_F, start, count);
-      store(least, exponential(-bias));
-      store(least_exact, exponential(all(margin) - bias));
+      store(least, least_energy(-bias));
+      store(least_exact, least_energy(all(margin) - bias));
       for (int t = 0; t < N; t++)
         for (int i = 0; i < count; i++) {
           const int place = t * LANES + i;

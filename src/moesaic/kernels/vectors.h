@@ -104,7 +104,7 @@ inline Floats exponential(Floats x) {
 enum Activation { SILU = 0, RELU = 1, GELU_TANH = 2 };
 
 inline Floats activated(Floats x, int kind) {
-  if (kind == RELU) return x > all(0.0f) ? x : all(0.0f);
+  if (kind == RELU) return x < all(0.0f) ? all(0.0f) : x;  // NaN stays
   Floats z = x;
   if (kind == GELU_TANH) {
     // (1 + tanh u) / 2 is 1 / (1 + exp(-2 u)).

@@ -101,8 +101,9 @@ class MoesaicHierarchy(MoesaicReplacement):
             first_P = expert_P * self.num_routed
             index_PK = first_P[:, None] + sub_PK
             gate_PK = gate_PK * weight_P[:, None]
-            index_TOK = index_PK.view(tokens, -1)
-            gate_TOK = gate_PK.view(tokens, -1)
+            per_token = outer * self.router.num_active
+            index_TOK = index_PK.view(tokens, per_token)
+            gate_TOK = gate_PK.view(tokens, per_token)
             return self.experts(x_TD, index_TOK, gate_TOK)
         # Every triple as a token of its own with one expert: as much work as triples.
         whole_E = self._whole_marks(x_TD.device)
@@ -143,12 +144,13 @@ class MoesaicHierarchy(MoesaicReplacement):
         gate_PR = gate_PR * weight_TO.reshape(-1, 1).float()
         place_PR = expert_P[:, None] * self.num_routed
         place_PR = place_PR + torch.arange(self.num_routed, device=x_TD.device)
-        place_TU = place_PR.view(tokens, -1)
+        units = outer * self.num_routed
+        place_TU = place_PR.view(tokens, units)
         norm_TU = self.experts.output_norms(x_TD)
         runs_TU = torch.zeros_like(norm_TU, dtype=torch.bool)
-        runs_TU.scatter_(1, place_TU, chosen_PR.view(tokens, -1))
+        runs_TU.scatter_(1, place_TU, chosen_PR.view(tokens, units))
         gate_TU = torch.zeros_like(norm_TU)
-        gate_TU.scatter_(1, place_TU, gate_PR.view(tokens, -1))
+        gate_TU.scatter_(1, place_TU, gate_PR.view(tokens, units))
         return runs_TU, gate_TU * norm_TU
 
     def active_weights(self) -> float:
