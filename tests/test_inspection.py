@@ -289,7 +289,9 @@ def test_speed_is_measured_or_said_to_be_counted(inspection: Inspection) -> None
     record = inspection.model.record
     assert answer(record, None).faster[0] == "The time was not measured."
     row = {"kind": "decode", "batch": 1, "tokens_per_second": [9.0, 7.0]}
-    times = {"engine": "transformers", "device": "cpu", "rows": [row]}
+    times = {
+        "model": record.model, "engine": "transformers", "device": "cpu", "rows": [row],
+    }  # fmt: skip
     assert "not timed beside it" in answer(record, times).faster[0]
     row |= {"ratio": 0.78, "least": 0.7, "most": 0.9}
     assert (
@@ -584,6 +586,30 @@ def test_measured_times_come_from_bench(run: Any, folder: Path, tmp_path: Path) 
     assert code == 0
     assert "0.78 of the dense model's time" in printed
     assert "0.78 (0.70 to 0.90)" in html.read_text()
+    assert "The times are those of m, as the file says." in printed
+
+
+def test_a_model_timed_against_another_is_not_said_to_be_over_dense(
+    run: Any, folder: Path, tmp_path: Path
+) -> None:
+    row = {
+        "kind": "decode", "batch": 1, "tokens_per_second": [90.0, 70.0], "ratio": 0.777,
+        "least": 0.7, "most": 0.9,
+    }  # fmt: skip
+    values = {
+        "model": str(folder), "against": "some/static", "engine": "transformers",
+        "device": "cpu", "rows": [row],
+    }  # fmt: skip
+    bench, html = tmp_path / "bench.json", tmp_path / "page.html"
+    bench.write_text(json.dumps(values))
+    code, printed, _ = run("inspect", folder, "--bench", bench, "--html", html)
+    assert code == 0
+    assert "0.78 of static's time" in printed
+    assert "The times are those of" not in printed
+    page = html.read_text()
+    assert "over static: decode" in page
+    assert "time over static" in page
+    assert "time over dense" not in page
 
 
 @pytest.fixture

@@ -123,7 +123,8 @@ def _print_layers(inspected: Inspected) -> None:
         "kept",
         title="layers that lose most",
         meanings=[
-            "error: of the layer's output on held-out tokens, over the output's energy",
+            f"error: of the layer's output on {report.layers_measured_on}, over the "
+            "output's energy",
             "kept: share of all experts' output energy in those that ran",
         ],
         **NARROW,

@@ -63,7 +63,8 @@ TASK_METRICS = {
 
 # What the columns of a conversion's layers mean.
 MEANING = {
-    "error": "error: of the layer's output on held-out tokens, over the output's energy",
+    "error": "error: of the layer's output over the output's energy, on held-out tokens "
+    "(on those that neurons were chosen by, where a method fits no weights)",
     "static": "static: keeps the best neurons and routes nothing",
     "static-repaired": "static+repair: static, with refitted output weights",
     "random": "random: random neurons for each token",

@@ -46,6 +46,16 @@ class ConversionReport:
     layers: list[LayerReport] = field(default_factory=list)
     recovery: dict[str, Any] | None = None
 
+    @property
+    def layers_measured_on(self) -> str:
+        """The tokens that errors of layers are of, in words.
+
+        A method that fits no weights chooses neurons by all calibration tokens.
+        """
+        if all(layer.heldout for layer in self.layers):
+            return "held-out tokens"
+        return "calibration tokens that neurons were chosen by"
+
     def to_dict(self, timing: bool = True) -> dict[str, Any]:
         """As plain data; without `timing` two equal runs give equal bytes."""
         values = asdict(self)

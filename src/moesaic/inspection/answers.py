@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moesaic.conversion.advice import ACCEPTABLE_RATIO, next_steps
@@ -236,7 +237,7 @@ def _chance(layers: list[LayerReport]) -> float | None:
 def _faster(record: Record, bench: dict[str, Any] | None) -> list[str]:
     counted = _counted(record)
     if bench is not None:
-        return [*_measured(bench), *counted]
+        return [*_measured(record, bench), *counted]
     return [
         "The time was not measured.",
         *counted,
@@ -246,9 +247,23 @@ def _faster(record: Record, bench: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _measured(bench: dict[str, Any]) -> list[str]:
+def timed_against(record: Record, bench: dict[str, Any]) -> str:
+    """What the model was timed against: dense, or another model's name."""
+    against = bench.get("against")
+    if against is None:
+        return "dense"
+    name = Path(str(against)).name
+    return "dense" if name == record.base else name
+
+
+def _measured(record: Record, bench: dict[str, Any]) -> list[str]:
     where = f"{bench['engine']} on {bench['device']}"
+    other = timed_against(record, bench)
+    whose = "the dense model's" if other == "dense" else f"{other}'s"
     sentences = []
+    timed = Path(str(bench["model"])).name
+    if timed != Path(record.model).absolute().name:
+        sentences.append(f"The times are those of {timed}, as the file says.")
     for row in bench["rows"]:
         kind = _KINDS.get(row["kind"], str(row["kind"]))
         if "ratio" not in row:
@@ -261,8 +276,7 @@ def _measured(bench: dict[str, Any]) -> list[str]:
         verdict = "faster" if row["ratio"] < 1 else "not faster"
         sentences.append(
             f"Measured in {where}, batch {row['batch']}, {kind}: {row['ratio']:.2f} of "
-            f"the dense model's time ({row['least']:.2f} to {row['most']:.2f}), "
-            f"{verdict}."
+            f"{whose} time ({row['least']:.2f} to {row['most']:.2f}), {verdict}."
         )
     return sentences
 

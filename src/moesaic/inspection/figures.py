@@ -58,11 +58,12 @@ class Figure:
 
 
 def layer_figures(record: Record, other: Inspected | None) -> list[Figure]:
-    layers = [] if record.report is None else record.report.layers
-    if not layers:
+    report = record.report
+    if report is None or not report.layers:
         return []
+    layers = report.layers
     others = _layers_of(other)
-    figures = [_error_figure(layers, others)]
+    figures = [_error_figure(layers, others, report.layers_measured_on)]
     for whose, of_model in (
         ("this model", layers),
         ("the other model", others),
@@ -82,7 +83,7 @@ def _layers_of(inspected: Inspected | None) -> list[LayerReport]:
 
 
 def _error_figure(
-    layers: list[LayerReport], others: list[LayerReport]
+    layers: list[LayerReport], others: list[LayerReport], measured_on: str
 ) -> Figure:
     places = [layer.layer for layer in layers]
     errors = [layer.relative_error for layer in layers]
@@ -110,7 +111,7 @@ def _error_figure(
         columns.append(("the other model", series[-1].values))
     return Figure(
         "What each layer loses",
-        "Squared error of the layer's output over its energy, on tokens held out; lower "
+        f"Squared error of the layer's output over its energy, on {measured_on}; lower "
         "is better. Logarithmic.",
         charts.lines("error by layer", places, series, log=True),
         _columns_table(places, columns),
@@ -207,10 +208,7 @@ def _heat_figure(inspected: Inspected) -> Figure | None:
         in_mixture = any(layer.experts for layer in report.layers)
         if of_report and not in_mixture:
             loads = of_report
-            where = (
-                f"{report.layers[0].tokens:,} held-out tokens of the "
-                "calibration text"
-            )
+            where = f"{report.layers[0].tokens:,} {report.layers_measured_on}"
     if not loads:
         return None
     names = {layer.layer: layer.names for layer in passed.layers}

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from moesaic._version import __version__
 from moesaic.inspection import charts
-from moesaic.inspection.answers import mean_reference, percent
+from moesaic.inspection.answers import mean_reference, percent, timed_against
 from moesaic.inspection.charts import short
 from moesaic.inspection.figures import (
     NOTHING,
@@ -79,7 +79,7 @@ def draw(inspection: Inspection) -> str:
         facts=_facts(ours.record),
         quality=_quality(ours.record),
         work=_work(ours.record),
-        times=_times(inspection.bench),
+        times=_times(ours.record, inspection.bench),
         bench=inspection.bench,
         layer_figures=layer_figures(ours.record, other),
         notes=layer_notes(ours.record),
@@ -121,20 +121,21 @@ def _cards(record: Record, bench: dict[str, Any] | None) -> list[Card]:
         read = change(report.bytes / report.dense_bytes)
         cards.append(Card(macs, "multiplications", "counted, for one token"))
         cards.append(Card(read, "bytes of weights", "counted, for one token"))
-    cards.append(_speed_card(bench))
+    cards.append(_speed_card(record, bench))
     return cards
 
 
-def _speed_card(bench: dict[str, Any] | None) -> Card:
+def _speed_card(record: Record, bench: dict[str, Any] | None) -> Card:
     rows = [] if bench is None else bench["rows"]
     timed = [row for row in rows if "ratio" in row]
-    if not timed:
+    if bench is None or not timed:
         return Card("?", "time", "not measured")
+    other = timed_against(record, bench)
     best = min(timed, key=lambda row: float(row["ratio"]))
     return Card(
         f"{best['ratio']:.2f}",
         "time",
-        f"over dense: {best['kind']}, batch {best['batch']}",
+        f"over {other}: {best['kind']}, batch {best['batch']}",
     )
 
 
@@ -234,9 +235,10 @@ def _quality(record: Record) -> list[Bars]:
                 entries.append((words, mean, percent(mean), False))
         entries.sort(key=lambda entry: entry[1])
         title = "Layer error"
+        assert record.report is not None
         caption = (
-            "squared error of a layer's output over its energy, on tokens held out, mean "
-            "over layers"
+            "squared error of a layer's output over its energy, on "
+            f"{record.report.layers_measured_on}, mean over layers"
         )
         if len(entries) > 1:
             title += ", beside references"
@@ -282,11 +284,13 @@ def _work(record: Record) -> list[Bars]:
     return found
 
 
-def _times(bench: dict[str, Any] | None) -> Table | None:
+def _times(record: Record, bench: dict[str, Any] | None) -> Table | None:
     """What was measured, a row for each kind of work."""
     if bench is None:
         return None
-    heads = ["", "batch", "tokens/s", "dense tokens/s", "time over dense"]
+    other = timed_against(record, bench)
+    own_heads = ["", "batch", "tokens/s"]
+    heads = [*own_heads, f"{other} tokens/s", f"time over {other}"]
     rows = []
     for row in bench["rows"]:
         speeds = [f"{speed:,.1f}" for speed in row["tokens_per_second"]]
@@ -331,6 +335,7 @@ def _summary(record: Record) -> dict[str, str]:
         "multiply-accumulates over dense": NOTHING,
         "bytes read over dense": NOTHING,
         "mean layer error": NOTHING,
+        "layer errors are on": NOTHING,
         "router recall": NOTHING,
         "calibration": _calibration(record.provenance),
         "trained afterwards": NOTHING,
@@ -343,7 +348,8 @@ def _summary(record: Record) -> dict[str, str]:
         values["multiply-accumulates over dense"] = f"{macs:.3f}"
         values["bytes read over dense"] = f"{read:.3f}"
         values["measured on"] = report.heldout or NOTHING
-    if errors:
+    if report is not None and errors:
+        values["layer errors are on"] = report.layers_measured_on
         values["mean layer error"] = short(statistics.mean(errors))
     if recalls:
         values["router recall"] = f"{statistics.mean(recalls):.3f}"

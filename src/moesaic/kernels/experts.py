@@ -196,7 +196,7 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         return False
     if router.chooser != "topk" or _is_watched(block):
         return False
-    parameters = [router.score_proj.weight]
+    parameters: list[Tensor] = [router.score_proj.weight]
     for linear in _shared_linears(block):
         has_bias = getattr(linear, "bias", None) is not None
         if type(linear) is not nn.Linear or has_bias:
