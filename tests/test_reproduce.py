@@ -425,6 +425,18 @@ def test_a_scale_says_which_questions_it_lacks(run: Run, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+def test_a_text_that_has_changed_is_another(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(smoke_text("code"))
+    options = ["--output", tmp_path / "out", "--tables", "hidden_states", "--text", f"wiki={text}"]
+    assert run("demo", *options)[0] == 0
+    assert run("demo", *options)[0] == 0
+    text.write_text(smoke_text("maths"))
+    code, _, error = run("demo", *options)
+    assert code == 2
+    assert "was made with contents = {'wiki': " in error
+
+
 def test_a_folder_in_the_way(run: Run, tmp_path: Path, folder: Path) -> None:
     (tmp_path / "file").write_text("mine")
     code, _, error = run("demo", "--output", tmp_path / "file")

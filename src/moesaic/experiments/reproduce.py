@@ -6,6 +6,7 @@ JSON file comes last: a table is done when that is there, made with the same set
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -107,15 +108,14 @@ def reproduce(
         "dtype": dtype,
         "version": __version__,
     }
-    _check_folder(folder, settings)
-    for source in (texts or {}).values():
-        read_documents(source)
+    mark = settings | {"contents": _contents(texts or {})}
+    _check_folder(folder, mark)
     if not is_smoke:
         check_sources(sources, experiments)
     _check_questions(experiments, size, task_data, allow_code_execution)
 
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / _MARK, settings)
+    _write(folder / _MARK, mark)
     questions = task_data
     if is_smoke and task_data is None:
         text = smoke_text("code")
@@ -137,6 +137,19 @@ def reproduce(
         "allow_code_execution": allow_code_execution,
     }
     return _make_all(experiments, study, {**settings, **asked}, progress)
+
+
+def _contents(texts: Mapping[str, str]) -> dict[str, str]:
+    """A digest of what each text holds: a file that has changed is another text.
+
+    Raises MoesaicError for one that cannot be read.
+    """
+    digests = {}
+    for domain, source in texts.items():
+        text = "\n\n".join(read_documents(source))
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+        digests[domain] = digest.hexdigest()[:8]
+    return digests
 
 
 def _check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
