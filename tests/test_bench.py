@@ -196,7 +196,8 @@ def test_engines_end_with_a_bench_that_is_told_to(folder: Path, tmp_path: Path) 
     """The engine is a script that starts a process of its own and never answers."""
     told = tmp_path / "process"
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nsleep 600 & echo $! > {told}\nwait\n')
+    says_found = '[ "$1" = -c ] && echo found True && exit 0'
+    python.write_text(f"#!/bin/sh\n{says_found}\nsleep 600 & echo $! > {told}\nwait\n")
     python.chmod(0o755)
     command = [sys.executable, "-m", "moesaic", "bench", str(folder), "--against", "none"]
     sizes = ["--prefill", "8", "--decode", "4", "--engine-python", str(python)]
