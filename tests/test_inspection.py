@@ -25,6 +25,7 @@ from moesaic.families.load import load_model, load_tokenizer
 from moesaic.inspection import charts
 from moesaic.inspection.answers import answer, worst_layers
 from moesaic.inspection.charts import Series
+from moesaic.inspection.figures import layer_figures
 from moesaic.inspection.inspect import Inspection, pass_through
 from moesaic.inspection.measure import Pass, measure
 from moesaic.inspection.record import read_record
@@ -522,6 +523,22 @@ def test_two_routed_models_have_loads_and_recall_of_their_own(folder: Path, tmp_
         assert page.index(f"{title}: this model") < page.index(f"{title}: the other model")
     alone = moesaic.inspect(folder).page()
     assert "How often each expert runs:" not in alone
+
+
+def test_layers_of_the_other_model_are_drawn_where_this_one_has_none(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A conversion that was not measured has no errors by layer."""
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "moesaic_report.json").unlink()
+    alone = moesaic.inspect(bare)
+    assert layer_figures(alone.model.record, None) == []
+    beside = moesaic.inspect(bare, against=folder)
+    errors, router = layer_figures(beside.model.record, beside.against)
+    assert errors.legend[0].name == "the other model"
+    assert errors.table.heads[:2] == ["layer", "the other model"]
+    assert router.title == "How well the router chooses: the other model"
 
 
 def test_a_text_of_the_users_is_shown(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ COLUMNS = (
 
 def run(study: Study) -> Table:
     made = study.converted("cmoe", LAYOUT)
-    construction = study.conversion_seconds(made)
+    construction = study.seconds_of(made)
     notes = [
         f"cmoe {LAYOUT}, fine-tuned by next tokens; the learning rate fits the length of "
         "the run",
@@ -28,11 +28,9 @@ def run(study: Study) -> Table:
         asked = accuracy_row(study, name, model, ["piqa"], notes)
         values = dict(asked.values)
         values["wiki"] = study.perplexity(model, "wiki")
-        if construction is not None:
-            seconds = construction
-            if windows > 0:
-                seconds += study.tuning_report(model)["seconds"]
-            values["minutes"] = seconds / 60
+        tuning = study.seconds_of(model) if windows > 0 else 0.0
+        if construction is not None and tuning is not None:
+            values["minutes"] = (construction + tuning) / 60
         rows.append(Row(name, values, {}, asked.errors))
     return Table(COLUMNS, rows, notes, _panels(study, rows))
 

@@ -62,9 +62,9 @@ SCALES = {
         Scale(
             "smoke",
             "It shows that the table runs, offline, and that a second run gives the same "
-            "numbers. It says nothing about the paper's models: texts are sources and "
-            "documentation of Python, and questions are made up unless --task-data was "
-            "given.",
+            "numbers. It says nothing about the paper's models. Texts are sources and "
+            "documentation of Python but for those that --text gave, and questions are made "
+            "up unless --task-data was given.",
             samples=8,
             length=128,
             tokens=4096,

@@ -131,7 +131,8 @@ class Study:
         output = self._output(f"{name}-tuned-{samples}", given)
         if not output.exists():
             self.tell(f"fine-tuning {self._name(model)}")
-            moesaic.finetune(
+            was_begun = Path(f"{output}.partial").exists()
+            report = moesaic.finetune(
                 model,
                 output,
                 self.texts[domain].calibration,
@@ -143,6 +144,8 @@ class Study:
                 dtype=self.dtype,
                 trust_remote_code=self.trust_remote_code,
             )
+            if not was_begun:
+                self._keep_time(output, report.seconds)
         return str(output)
 
     def exported(self, model: str) -> str:
@@ -164,10 +167,10 @@ class Study:
         values = _read(Path(model) / "moesaic_report.json")
         return ConversionReport.from_dict(values)
 
-    def conversion_seconds(self, model: str) -> float | None:
-        """How long `converted` took; None where it was stopped before that was kept.
+    def seconds_of(self, model: str) -> float | None:
+        """How long `converted` or `tuned` took to make a folder.
 
-        A model's own report has no times, so that two runs write the same bytes.
+        None where it was stopped on the way: what is known then is the last part alone.
         """
         path = self._time_of(Path(model))
         if not path.is_file():

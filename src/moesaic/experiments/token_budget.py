@@ -39,15 +39,15 @@ def run(study: Study) -> Table:
         report = study.report(made)
         tokens = report.tokens
         values: dict[str, Value] = {}
-        seconds = study.conversion_seconds(made)
-        if seconds is not None:
-            values["construct"] = seconds / 60
+        construction = study.seconds_of(made)
+        if construction is not None:
+            values["construct"] = construction / 60
         tuned = attempt(method, notes, study, partial(study.tuned, made))
         if tuned is not None:
-            tuning = study.tuning_report(tuned)
             tokens += study.scale.tuning * study.scale.length
-            if seconds is not None:
-                values["all"] = (seconds + tuning["seconds"]) / 60
+            tuning = study.seconds_of(tuned)
+            if construction is not None and tuning is not None:
+                values["all"] = (construction + tuning) / 60
         values["tokens"] = tokens / 1e6
         rows.append(Row(method, values, PAPER.get(method, {})))
     return Table(COLUMNS, rows, notes)

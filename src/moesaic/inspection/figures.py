@@ -58,12 +58,15 @@ class Figure:
 
 
 def layer_figures(record: Record, other: Inspected | None) -> list[Figure]:
-    report = record.report
-    if report is None or not report.layers:
-        return []
-    layers = report.layers
-    others = _layers_of(other)
-    figures = [_error_figure(layers, others, report.layers_measured_on)]
+    """Errors of the model beside the other's, and how well the router of each chooses."""
+    layers = _layers_of(record)
+    others = [] if other is None else _layers_of(other.record)
+    figures = []
+    if layers:
+        figures.append(_error_figure("this model", record, others))
+    elif others:
+        assert other is not None
+        figures.append(_error_figure("the other model", other.record, []))
     for whose, of_model in (
         ("this model", layers),
         ("the other model", others),
@@ -76,18 +79,20 @@ def layer_figures(record: Record, other: Inspected | None) -> list[Figure]:
     return figures
 
 
-def _layers_of(inspected: Inspected | None) -> list[LayerReport]:
-    if inspected is None or inspected.record.report is None:
-        return []
-    return inspected.record.report.layers
+def _layers_of(record: Record) -> list[LayerReport]:
+    return [] if record.report is None else record.report.layers
 
 
 def _error_figure(
-    layers: list[LayerReport], others: list[LayerReport], measured_on: str
+    whose: str, record: Record, others: list[LayerReport]
 ) -> Figure:
+    """The errors of a model called `whose`, those of its references, and another's."""
+    report = record.report
+    assert report is not None
+    layers = report.layers
     places = [layer.layer for layer in layers]
     errors = [layer.relative_error for layer in layers]
-    series = [Series("this model", errors, 0)]
+    series = [Series(whose, errors, 0)]
     by_reference = {
         name: [layer.references.get(name) for layer in layers]
         for name in REFERENCES
@@ -101,7 +106,7 @@ def _error_figure(
         }
         values = [errors_of_other.get(place) for place in places]
         series.append(Series("the other model", values, _OTHER_LOOK))
-    columns = [("this model", series[0].values)]
+    columns = [(whose, series[0].values)]
     columns += [
         (REFERENCES[name], values)
         for name, values in by_reference.items()
@@ -111,8 +116,8 @@ def _error_figure(
         columns.append(("the other model", series[-1].values))
     return Figure(
         "What each layer loses",
-        f"Squared error of the layer's output over its energy, on {measured_on}; lower "
-        "is better. Logarithmic.",
+        "Squared error of the layer's output over its energy, on "
+        f"{report.layers_measured_on}; lower is better. Logarithmic.",
         charts.lines("error by layer", places, series, log=True),
         _columns_table(places, columns),
         series,
