@@ -20,6 +20,7 @@ from moesaic.bench.bench import bench
 from moesaic.bench.engine import ENGINES, Engine, find_engine, has_module, started
 from moesaic.bench.floor import Counted, RoutedBytes, count, floor_of, macs_of_prompt
 from moesaic.bench.regimes import Regime, make_regimes
+from moesaic.cli.bench import print_result
 from moesaic.cli.main import main
 from moesaic.conversion.plan import make_plan
 from moesaic.errors import MoesaicError
@@ -275,7 +276,10 @@ def test_a_model_beside_itself(
     printed = capsys.readouterr().out
     assert "time over dense" in printed
     assert "memory held at most" in printed
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    assert "timed in" not in printed  # both in the same format
+    result = json.loads(path.read_text())
+    assert result["dtypes"] == ["float32", "float32"]
+    rows: list[dict[str, Any]] = result["rows"]
     assert [(row["kind"], row["batch"]) for row in rows] == [
         ("prefill", 1), ("decode", 1), ("prefill", 2), ("decode", 2),
     ]  # fmt: skip
@@ -285,6 +289,22 @@ def test_a_model_beside_itself(
         assert len(row["seconds"]) == 2
         assert min(row["memory"]) > 2**24
     assert [row["tokens"] for row in rows] == [16, 2, 32, 4]
+
+
+def test_models_timed_in_formats_of_their_own_are_told_apart(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    halved = tmp_path / "halved"
+    dense_model("llama").to(torch.bfloat16).save_pretrained(halved)
+    tokenizer().save_pretrained(halved)
+    sizes: dict[str, Any] = {"prefill": 16, "decode": 2, "batches": [1], "rounds": 1}
+    result = bench(str(folder), against=str(halved), device="cpu", **sizes)
+    assert result["dtypes"] == ["float32", "bfloat16"]
+    print_result(result)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "timed in float32, the other in bfloat16: --dtype" in printed
+    same = bench(str(folder), against=str(halved), device="cpu", dtype="float32", **sizes)
+    assert same["dtypes"] == ["float32", "float32"]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,21 @@ def test_single_tokens_go_on_and_a_new_prompt_chooses_anew() -> None:
     torch.testing.assert_close(block(two), whole.expand(2, 1, 8), rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_rows_are_gathered_anew_where_weights_have_changed() -> None:
+    """Changed in place, and put elsewhere, in the middle of a sequence."""
+    block = block_of(active=6, prompt=0)
+    prompt_BLD = torch.randn(1, 5, 8)
+    token = torch.randn(1, 1, 8)
+    block(prompt_BLD)
+    chosen = best(block, prompt_BLD[0], 6)
+    block(token)
+    block.up_proj.weight.mul_(2)
+    torch.testing.assert_close(block(token), of_neurons(block, token, chosen), rtol=1e-4, atol=1e-4)
+    block.down_proj.weight.data = torch.randn(8, 20)
+    torch.testing.assert_close(block(token), of_neurons(block, token, chosen), rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_are_those_of_the_masked_ffn() -> None:
     block = block_of(active=6, prompt=4)
     x_BLD = torch.randn(1, 9, 8)

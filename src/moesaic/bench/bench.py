@@ -58,7 +58,8 @@ def bench(
     and the most, tokens per second, and the floor: the ratio of the counted works, where
     both are known. Memory is the most that a process held so far, in bytes, where the
     engine computes in it. A batch that stops the engine ends the run; the rows before it
-    are kept, and `skipped` says why.
+    are kept, and `skipped` says why. `dtypes` are the number formats of both, None where
+    the engine decides: by `dtype` "auto" each model has its own.
 
     Models are folders or hub ids, for llama.cpp GGUF files. Raises MoesaicError for an
     engine that is not installed, a model that it cannot run, and numbers that do not fit.
@@ -128,6 +129,7 @@ def bench(
         "device": about[0]["device"],
         "threads": threads,
         "dtype": dtype,
+        "dtypes": [_format_of(config, dtype) for config in configs],
         "rounds": rounds,
         "rows": rows,
         "load_seconds": [one["load_seconds"] for one in about],
@@ -177,6 +179,16 @@ def _config_of(
             f"context of {name} is {context}; take a smaller --prefill or --decode"
         )
     return config
+
+
+def _format_of(config: Any, dtype: str) -> str | None:
+    """The number format that a model is timed in; None for llama.cpp."""
+    if config is None:
+        return None
+    if dtype != AUTO:
+        return dtype
+    own = config.get_text_config().dtype
+    return str(own).removeprefix("torch.")
 
 
 def _check_code(

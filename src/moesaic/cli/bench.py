@@ -99,7 +99,7 @@ def bench_command(
             trust_remote_code=trust_remote_code,
             progress=tell,
         )
-    _print(result)
+    print_result(result)
     write_json(json_file, result)
 
 
@@ -109,7 +109,7 @@ def _stop(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _print(result: dict[str, Any]) -> None:
+def print_result(result: dict[str, Any]) -> None:
     beside = result["against"] is not None
     names = ["", "batch", "tokens/s"]
     meanings = [
@@ -138,6 +138,13 @@ def _print(result: dict[str, Any]) -> None:
     where = f"{result['engine']} {result['version']} on {result['device']}"
     about = f"{result['model']}, {where}, rounds: {result['rounds']}"
     out.print(about, markup=False, highlight=False)
+    if len(set(result["dtypes"])) > 1:
+        own, others = result["dtypes"]
+        out.print(
+            f"it was timed in {own}, the other in {others}: --dtype makes them equal",
+            markup=False,
+            highlight=False,
+        )
     _print_memory(result)
     for line in result["skipped"]:
         out.print(f"not timed: {line}", markup=False, highlight=False)

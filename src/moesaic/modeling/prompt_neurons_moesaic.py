@@ -45,6 +45,7 @@ class MoesaicPromptNeurons(MoesaicReplacement):
         self.act_fn = ACT2FN[block.activation]
         self.chosen_BK: Tensor | None = None
         self._rows: list[tuple[Tensor, Tensor | None]] = []
+        self._rows_are_of: list[tuple[int, int]] = []
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.ndim == 2:  # a conversion's tokens, as one sequence
@@ -103,9 +104,14 @@ class MoesaicPromptNeurons(MoesaicReplacement):
         )
 
     def _of_rows(self, x_BLD: Tensor) -> Tensor:
-        """The same from rows and columns that are gathered at the first such call."""
-        if not self._rows:
+        """The same from rows and columns that are gathered at the first such call.
+
+        And again where the weights have changed since.
+        """
+        weights_now = [_version_of(weight) for weight in self.parameters()]
+        if not self._rows or self._rows_are_of != weights_now:
             self._rows = self._gathered()
+            self._rows_are_of = weights_now
         down, up, *gate = self._rows
         h_BLK = linear(x_BLD, *up)
         if gate:
@@ -147,3 +153,9 @@ def flocking(h_BLF: Tensor) -> Tensor:
     length_BL1 = h_BLF.norm(dim=-1, keepdim=True)
     relative_BLF = h_BLF / length_BL1.clamp(min=1e-30)
     return relative_BLF.norm(dim=1)
+
+
+def _version_of(weight: Tensor) -> tuple[int, int]:
+    """Where a weight lies, and how often it was changed there."""
+    changes = 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), changes
