@@ -14,7 +14,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import gelu, relu, silu
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 import moesaic
@@ -231,6 +234,9 @@ def test_hooks_formats_and_other_routers_run_as_before() -> None:
     block(x)
     assert seen == [1]
     handle.remove()
+    handle = register_module_forward_hook(lambda *_: seen.append(2))
+    assert block_forward(block, x) is None
+    handle.remove()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert block_forward(block, x) is None
     assert block_forward(block, x.double()) is None
@@ -242,6 +248,31 @@ def test_hooks_formats_and_other_routers_run_as_before() -> None:
     config = LoraConfig(target_parameters=["score_proj.weight"], target_modules=[])
     get_peft_model(block, config)
     assert block_forward(block, x) is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use
+def test_what_torch_counts_batches_or_differentiates_runs_as_before() -> None:
+    """FlopCounterMode, vmap and forward-mode gradients see torch's operations alone."""
+    shape = (13, 12, 9, 4, 40)
+    shared, *_, hidden = shape
+    block = block_of(shape)
+    x = torch.randn(5, hidden)
+    with FlopCounterMode(display=False) as counter:
+        block(x)
+    least = 2 * 5 * 3 * hidden * shared  # of the shared expert alone
+    assert counter.get_total_flops() > least
+    assert block_forward(block, x) is not None
+
+    taken: list[bool] = []
+
+    def watch(row: Tensor) -> Tensor:
+        taken.append(block_forward(block, row[None]) is not None)
+        return row
+
+    torch.vmap(watch)(x)
+    with forward_ad.dual_level():
+        watch(forward_ad.make_dual(x[0], torch.ones(hidden)))
+    assert taken == [False, False]
 
 
 def test_what_learns_runs_as_before_and_stays_as_it_lies() -> None:

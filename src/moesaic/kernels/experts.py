@@ -26,6 +26,7 @@ from moesaic.kernels import gpu
 from moesaic.kernels.build import library
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
+    are_hooked,
     can_be_read,
     is_plain_inference,
     rows_side_by_side,
@@ -194,7 +195,7 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         return False
     if type(router.score_proj) is not MoesaicProjection:  # PEFT's wrapper
         return False
-    if router.chooser != "topk" or _is_watched(block):
+    if router.chooser != "topk" or are_hooked(_parts_of(block)):
         return False
     parameters: list[Tensor] = [router.score_proj.weight]
     for linear in _shared_linears(block):
@@ -241,14 +242,8 @@ def _is_offloaded(experts: Any) -> bool:
     return bool(getattr(hook, "offload", False))
 
 
-def _is_watched(block: Any) -> bool:
-    """Whether somebody has hooks on its parts, which would not be called."""
-    for module in block.modules():
-        if module is block:
-            continue
-        if module._forward_hooks or module._forward_pre_hooks:
-            return True
-    return False
+def _parts_of(block: Any) -> list[Any]:
+    return [module for module in block.modules() if module is not block]
 
 
 def _run(

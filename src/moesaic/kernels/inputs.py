@@ -5,10 +5,15 @@ Shape suffixes: T tokens, D hidden_size, M neurons.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moesaic.kernels import gpu
 
@@ -25,7 +30,28 @@ def is_plain_inference(x_TD: Tensor) -> bool:
         return False  # what is not an op of torch stands in no graph
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
+    if not torch.compiler.is_compiling() and _is_watched(x_TD):
+        return False
     return type(x_TD) is Tensor
+
+
+def _is_watched(x_TD: Tensor) -> bool:
+    """Whether torch's operations are counted, batched by vmap, or differentiated forwards.
+
+    A kernel of ours would be left out of that.
+    """
+    if is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x_TD):
+        return True
+    return forward_ad.unpack_dual(x_TD).tangent is not None
+
+
+def are_hooked(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody has hooks on these or on all modules, which would not be called."""
+    if _has_any_global_hook():
+        return True
+    return any(
+        module._forward_hooks or module._forward_pre_hooks for module in modules
+    )
 
 
 def can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:

@@ -21,6 +21,7 @@ from moesaic.kernels import gpu
 from moesaic.kernels.build import library
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
+    are_hooked,
     can_be_read,
     is_plain_inference,
 )
@@ -90,7 +91,7 @@ def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
     if gpu.takes(x_TD):
         return _on_gpu(neurons, x_TD)
     call = _call_of(neurons, x_TD)
-    if call is None or _is_watched(neurons):
+    if call is None or are_hooked(_parts_of(neurons)):
         return None
     x_TD = x_TD.contiguous()
     y_TD = torch.empty_like(x_TD)
@@ -147,7 +148,7 @@ def _on_gpu(neurons: Any, x_TD: Tensor) -> Tensor | None:
     tensors = _tensors(neurons)
     if "down_scales_FG" in tensors:
         return None
-    if not _fits(neurons, tensors, x_TD) or _is_watched(neurons):
+    if not _fits(neurons, tensors, x_TD) or are_hooked(_parts_of(neurons)):
         return None
     return gpu.call(
         "neurons",
@@ -286,14 +287,10 @@ def _has_known_parts(neurons: Any) -> bool:
     )
 
 
-def _is_watched(neurons: Any) -> bool:
-    """Whether somebody has hooks on its parts, which would not be called."""
+def _parts_of(neurons: Any) -> list[Any]:
     parts = neurons._modules
     inner = parts["router"]._modules
-    for module in (*parts.values(), *inner.values()):
-        if module._forward_hooks or module._forward_pre_hooks:
-            return True
-    return False
+    return [*parts.values(), *inner.values()]
 
 
 def _lies_as(tensor: Tensor, dtype: torch.dtype) -> bool:
