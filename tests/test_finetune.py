@@ -628,7 +628,7 @@ def test_the_command_prints_loads_and_perplexities(
     for words in ("max/mean load", "perplexity on last tenth of text.txt", "folded into the exp"):
         assert words in out
     report = json.loads(numbers.read_text())
-    rate = usual_rate(steps=16, batch_size=1, hidden_size=32, has_teacher=False)
+    rate = usual_rate(steps=16, hidden_size=32, has_teacher=False)
     assert report["settings"]["lora_lr"] == pytest.approx(rate)
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"moesaic finetune {folder}" in card

@@ -281,7 +281,7 @@ def _settings(
     steps = samples // batch_size * options.epochs
     lora_lr = options.lora_lr
     if lora_lr is None:
-        lora_lr = usual_rate(steps, batch_size, hidden_size, has_teacher)
+        lora_lr = usual_rate(steps, hidden_size, has_teacher)
     return Settings(
         samples=samples,
         sequence_length=length,
