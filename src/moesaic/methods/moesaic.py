@@ -45,7 +45,7 @@ from moesaic.parts.clustering import (
     reassign,
 )
 from moesaic.parts.directions import directions
-from moesaic.parts.energies import expert_energies, expert_grams
+from moesaic.parts.energies import energies_in_order, expert_grams
 from moesaic.parts.importance import (
     contribution,
     observability,
@@ -255,7 +255,11 @@ def fit_router(fit: LayerFit) -> Any:
     features = _Features(fit, router, by_threshold)
     energy_TR = _energies(fit)
     weight_RP = fit_linear_router(
-        features.rows, energy_TR, by_threshold, features.centred
+        features.rows,
+        energy_TR,
+        by_threshold,
+        features.centred,
+        features.dtype,
     )
     router.score_proj.weight.data = weight_RP.to(fit.dtype)
     if by_threshold:
@@ -268,10 +272,11 @@ def _energies(fit: LayerFit) -> Tensor:
     experts_RM = torch.from_numpy(fit.partition.experts_RM)
     experts_RM = experts_RM.to(fit.device)
     gram_RMM = expert_grams(fit.ffn, experts_RM)
+    routed = fit.ffn.subset(experts_RM.flatten())
 
     def energies(x_TD: Tensor) -> Tensor:
-        h_TF = fit.ffn.hidden(x_TD)
-        return expert_energies(h_TF, experts_RM, gram_RMM)
+        h_TN = routed.hidden(x_TD)
+        return energies_in_order(h_TN, gram_RMM)
 
     return fit.inputs.map(energies).whole()
 
@@ -288,6 +293,7 @@ class _Features:
         self.rows = fit.inputs.map(Tensor.float)
         self.stored: list[Tensor] = []
         self.centred = False
+        self.dtype = fit.dtype  # that the features are exact in
         config = fit.block.router
         if config is not None and config.directions:
             self._find_directions(router, fit.dtype)
@@ -302,6 +308,7 @@ class _Features:
         projection.bias.data = bias_C.to(dtype)
 
     def _store(self, router: Any) -> None:
+        self.dtype = torch.float32
         made = self.inputs.map(router.features)
         self.stored = [
             phi_TP.to(self.inputs.storage) for phi_TP in made.blocks()

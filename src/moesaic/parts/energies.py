@@ -1,7 +1,7 @@
 """Energies of experts: how much each adds to the output of a token.
 
-Shape suffixes: T tokens, D hidden_size, F neurons, R routed experts,
-M neurons of one.
+Shape suffixes: T tokens, D hidden_size, F neurons, N those of all experts, R routed
+experts, M neurons of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ def expert_energies(
 
     2 T F M FLOPs, not 2 T F D.
     """
-    h_RTM = h_TF.float().T[experts_RM].mT
+    h_TN = h_TF[:, experts_RM.flatten()]
+    return energies_in_order(h_TN, gram_RMM)
+
+
+def energies_in_order(h_TN: Tensor, gram_RMM: Tensor) -> Tensor:
+    """The same from hidden states that lie expert by expert: nothing is gathered."""
+    experts, size, _ = gram_RMM.shape
+    h_TRM = h_TN.float().unflatten(1, (experts, size))
+    h_RTM = h_TRM.transpose(0, 1)
     terms_RTM = (h_RTM @ gram_RMM).mul_(h_RTM)
-    energy_TR = terms_RTM.sum(-1).T
+    energy_TR: Tensor = terms_RTM.sum(-1).T
     return energy_TR.clamp(min=0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moesaic.calibration.share import Rows
+from moesaic.parts.products import products_of
 
 RIDGE = 1e-2  # of the Gram matrix's mean diagonal
 # Of the mean energy, added before the log: an expert that does nothing is not -inf.
@@ -31,18 +32,26 @@ class Ridge:
     factor_PP: Tensor
 
     @classmethod
-    def of(cls, rows: Rows, centre: bool, ridge: float = RIDGE) -> Ridge:
+    def of(
+        cls,
+        rows: Rows,
+        centre: bool,
+        ridge: float = RIDGE,
+        dtype: torch.dtype = torch.float32,
+    ) -> Ridge:
         """Streams the Gram matrix in float32, factorises it in float64.
 
         The mean comes off first: taken off the Gram matrix, a large one would leave
-        rounding only. 2 T P^2 + P^3 / 3 FLOPs.
+        rounding only. `dtype` holds the features as they are. 2 T P^2 + P^3 / 3 FLOPs.
         """
         mean_P = mean_of(rows) if centre else None
+        factors = torch.float32 if centre else dtype
         gram_PP: Tensor | float = 0.0
         energy: Tensor | float = 0.0
         for phi_TP in rows.blocks():
             centred_TP = _centred(phi_TP, mean_P)
-            gram_PP = gram_PP + centred_TP.T @ centred_TP
+            with products_of(factors):
+                gram_PP = gram_PP + centred_TP.T @ centred_TP
             norm = torch.linalg.vector_norm(phi_TP)
             energy += norm.double().square()
         gram_PP = rows.share.total_of(gram_PP)
@@ -108,6 +117,7 @@ def fit_linear_router(
     energy_TR: Tensor,
     absolute: bool,
     centred: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weights (R, P) of scores V phi(x) that rise with each expert's expected energy.
 
@@ -119,12 +129,13 @@ def fit_linear_router(
     Top-k compares the experts of one token only, so the router needs no bias: phi is
     not centred, and what all experts of a token have in common is taken out of targets
     and residuals. A threshold compares tokens (`absolute`): phi is centred (unless it
-    is already), and an expert's mean is taken out.
+    is already), and an expert's mean is taken out. `dtype` holds the features as they
+    are.
     Cost: the Gram matrix, then about 4 T P R FLOPs a step; holds about six matrices
     (T, R).
     """
     dim = 0 if absolute else 1
-    ridge = Ridge.of(rows, centre=absolute and not centred)
+    ridge = Ridge.of(rows, centre=absolute and not centred, dtype=dtype)
     weight_PR = ridge.solve(rows, log_energy(energy_TR, dim))
     best_PR = weight_PR
     best_deviance = float("inf")

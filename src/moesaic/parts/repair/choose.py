@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.families import DenseFFN
+from moesaic.parts.products import products_of
 from moesaic.parts.repair.least_squares import TOKENS_PER_NEURON, least_squares
 from moesaic.parts.repair.mean import Candidate, mean_compensation
 from moesaic.parts.repair.moments import Moments, Residual
@@ -173,9 +175,12 @@ def choose_repairs(
     over the tokens to fit on and one over those held out, for all of them together;
     several processes share it. A repair that does not lower the held-out error is not
     made. Least squares with fewer than TOKENS_PER_NEURON tokens per neuron falls back to
-    mean compensation; the note says so.
+    mean compensation; the note says so. In a model in bfloat16 the outputs to be met are
+    bfloat16, as they are in the model, and so are the factors of sums, which stay in
+    float32.
     """
     ffn, columns = _in_order(ffn, kept)
+    dtype = ffn.down_DF.dtype
     down_FD = ffn.down_DF.float().T.contiguous()
     hidden_size = down_FD.shape[1]
     trials = []
@@ -185,17 +190,21 @@ def choose_repairs(
         trials.append(_Trial(masking, columns_N, moments))
 
     def outputs(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        h_TF = ffn.hidden(x_TD).float()
-        if target is None:
-            return h_TF, h_TF @ down_FD
-        target_h_TF = target.hidden(x_TD).float()
-        return h_TF, target_h_TF @ target.down_DF.float().T
+        h_TF = ffn.hidden(x_TD)
+        met = ffn
+        met_h_TF = h_TF
+        if target is not None:
+            met = target
+            met_h_TF = target.hidden(x_TD)
+        dense_TD = linear(met_h_TF, met.down_DF)
+        return h_TF.float(), dense_TD.float()
 
     for x_TD in inputs.own_fit():
         h_TF, dense_TD = outputs(x_TD)
         # The first comes last: it may mask h_TF itself.
-        for trial in reversed(trials):
-            trial.add_(x_TD, h_TF, dense_TD)
+        with products_of(dtype):
+            for trial in reversed(trials):
+                trial.add_(x_TD, h_TF, dense_TD)
     for trial in trials:
         trial.moments.total_(inputs.share)
         trial.fit(down_FD, method, intercept)
@@ -204,8 +213,9 @@ def choose_repairs(
     for x_TD in inputs.own_heldout():
         h_TF, dense_TD = outputs(x_TD)
         energy += dense_TD.square().sum(dtype=torch.float64).item()
-        for trial in reversed(trials):
-            trial.add_errors_(x_TD, h_TF, dense_TD)
+        with products_of(dtype):
+            for trial in reversed(trials):
+                trial.add_errors_(x_TD, h_TF, dense_TD)
     energy = inputs.share.total(energy)
     for trial in trials:
         inputs.share.total_(trial.error_C)

@@ -1,0 +1,244 @@
+"""What a user chooses from in one engine: perplexity over dense against measured time.
+
+    python benchmarks/engine_frontier.py llama.cpp --output DIR --models moesaic-25=FOLDER,...
+        --engine-python VENV/bin/python --convert-hf llama.cpp/convert_hf_to_gguf.py
+    python benchmarks/engine_frontier.py transformers --output DIR --models moesaic-25=FOLDER,...
+
+FOLDERs are converted by moesaic from the model of `make smollm2`. In llama.cpp each model, the
+dense one too, is a GGUF file in 16, 8 and 4 bits (--kinds), and perplexity is llama.cpp's own; in
+transformers it is in its own dtype. Time is over the dense model's in 16 bits, by `moesaic bench`,
+so say it on a machine that does nothing else; --perplexity-only leaves time out, for one that
+does. Writes DIR/ENGINE.json as it goes, and goes on with it; DIR/ENGINE.md and .png at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from smollm2_model import find_texts, needed_folder
+
+import moesaic
+from moesaic.calibration.text import to_ids
+from moesaic.cli.quiet import quieten
+from moesaic.families.load import load_config, load_model, load_tokenizer
+
+HERE = Path(__file__).parent
+DENSE = "dense"
+LENGTH = 512
+REGIMES = {"prefill": "a prompt", "decode": "a token"}
+
+
+class Frontier:
+    """The models of one engine, and what is known of them."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.dense = needed_folder()
+        self.models = {DENSE: self.dense} | options.models
+        tokenizer = load_tokenizer(str(self.dense))
+        ids = to_ids(find_texts().heldout, tokenizer)
+        self.ids = ids[: options.tokens]
+        self.path = options.output / f"{options.engine}.json"
+        self.rows: dict[str, dict[str, Any]] = {}
+        if self.path.is_file():
+            self.rows = json.loads(self.path.read_text())
+
+    def fill(self) -> None:
+        """Measures what is missing."""
+        for name, kind in self.names():
+            row = self.rows.setdefault(f"{name} {kind}", {})
+            model = self.file_of(name, kind)
+            if "perplexity" not in row:
+                row["perplexity"] = self.perplexity(model)
+                self.save()
+            if not self.options.perplexity_only and "decode" not in row:
+                row |= self.times(model)
+                self.save()
+            print(name, kind, row, flush=True)
+
+    def names(self) -> list[tuple[str, str]]:
+        kinds = self.options.kinds
+        return [(name, kind) for name in self.models for kind in kinds]
+
+    def file_of(self, name: str, kind: str) -> Path:
+        """What the engine loads."""
+        if self.options.engine == "transformers":
+            return Path(self.models[name])
+        own = self.options.output / f"{name}.f16.gguf"
+        if not own.is_file():
+            self.write_gguf(self.models[name], own)
+        if kind == "f16":
+            return own
+        file = self.options.output / f"{name}.{kind}.gguf"
+        if not file.is_file():
+            self.in_engine("quantise", str(own), str(file), kind)
+        return file
+
+    def write_gguf(self, folder: Path, file: Path) -> None:
+        """In 16 bits: ours by moesaic, ordinary models by llama.cpp's script."""
+        config = load_config(str(folder))
+        if config.model_type != "moesaic":
+            words = [self.options.convert_hf, folder, "--outfile", file]
+            run([sys.executable, *words, "--outtype", "f16"])
+            return
+        export = [sys.executable, "-m", "moesaic", "export", folder]
+        if config.moesaic.router is None:
+            narrow = file.with_name(f"{file.name}.dense")
+            if not narrow.is_dir():
+                run([*export, "--format", "dense", "--output", narrow])
+            self.write_gguf(narrow, file)
+            return
+        run(
+            [
+                *export,
+                "--format",
+                "gguf",
+                "--dtype",
+                "float16",
+                "--output",
+                file,
+            ]
+        )
+
+    def perplexity(self, model: Path) -> float:
+        if self.options.engine == "transformers":
+            loaded = load_model(str(model), "auto")
+            value, _ = moesaic.perplexity(loaded, self.ids, LENGTH)
+            return value
+        ids_file = self.options.output / "ids.json"
+        ids_file.write_text(json.dumps(self.ids.tolist()))
+        answer = self.in_engine(
+            "perplexity", str(model), str(ids_file), str(LENGTH)
+        )
+        return float(answer)
+
+    def in_engine(self, *words: str) -> str:
+        script = HERE / "llama_cpp_files.py"
+        return run([self.options.engine_python, script, *words])
+
+    def times(self, model: Path) -> dict[str, Any]:
+        """Median, least and most over the dense model in 16 bits."""
+        dense = self.file_of(DENSE, self.options.kinds[0])
+        result = moesaic.bench(
+            str(model),
+            against=str(dense),
+            prefill=512,
+            decode=64,
+            batches=(1,),
+            engine=self.options.engine,
+            engine_python=self.options.engine_python,
+            rounds=self.options.rounds,
+            threads=2,
+        )
+        times = {}
+        for row in result["rows"]:
+            times[row["kind"]] = {
+                "median": row["ratio"],
+                "least": row["least"],
+                "most": row["most"],
+            }
+        return times
+
+    def save(self) -> None:
+        self.path.write_text(json.dumps(self.rows, indent=1) + "\n")
+
+    def write(self) -> None:
+        """The table and the plot."""
+        dense = self.rows[f"{DENSE} {self.options.kinds[0]}"]["perplexity"]
+        lines = [
+            "| model | perplexity over dense | a prompt of 512 | a token |",
+            "|---|---|---|---|",
+        ]
+        for name, row in self.rows.items():
+            ratio = row["perplexity"] / dense
+            cells = [name, f"{ratio:.3f}"]
+            for regime in REGIMES:
+                time = row.get(regime)
+                cell = "-" if time is None else worded(time)
+                cells.append(cell)
+            lines.append("| " + " | ".join(cells) + " |")
+        table = "\n".join(lines) + "\n"
+        self.path.with_suffix(".md").write_text(table)
+        self.plot(dense)
+
+    def plot(self, dense: float) -> None:
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        panels = figure.subplots(1, len(REGIMES))
+        for panel, (regime, words) in zip(panels, REGIMES.items(), strict=True):
+            for name, row in self.rows.items():
+                if regime not in row:
+                    continue
+                median = row[regime]["median"]
+                ratio = row["perplexity"] / dense
+                panel.plot(median, ratio, "o", color=colour_of(name))
+                panel.annotate(
+                    name,
+                    (median, ratio),
+                    xytext=(4, 3),
+                    textcoords="offset points",
+                    fontsize=7,
+                )
+            panel.axvline(1, linestyle=":", color="grey")
+            panel.axhline(1, linestyle=":", color="grey")
+            panel.set_xlabel(f"time of {words}, over dense in 16 bits")
+            panel.set_ylabel("perplexity over dense")
+            panel.set_yscale("log")
+        figure.suptitle(f"SmolLM2-135M in {self.options.engine}, 2 threads")
+        figure.savefig(self.path.with_suffix(".png"), dpi=130)
+
+
+def colour_of(name: str) -> str:
+    method = name.partition("-")[0].partition(" ")[0]
+    colours = {DENSE: "black", "static": "tab:orange", "moesaic": "tab:blue"}
+    return colours.get(method, "tab:green")
+
+
+def worded(time: dict[str, float]) -> str:
+    return f"{time['median']:.2f} ({time['least']:.2f} to {time['most']:.2f})"
+
+
+def run(words: list[Any]) -> str:
+    """Standard output of a command. Stops where it fails."""
+    told = [str(word) for word in words]
+    done = subprocess.run(told, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(told)}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def named(text: str) -> dict[str, Path]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {name: Path(folder) for name, _, folder in pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("engine", choices=("transformers", "llama.cpp"))
+    add("--output", type=Path, required=True)
+    add("--models", type=named, required=True)
+    add("--kinds", type=lambda text: text.split(","))
+    add("--engine-python")
+    add("--convert-hf", type=Path)
+    add("--tokens", type=int, default=8192)
+    add("--rounds", type=int, default=5)
+    add("--perplexity-only", action="store_true")
+    options = parser.parse_args()
+    if options.kinds is None:
+        in_files = options.engine == "llama.cpp"
+        options.kinds = ["f16", "q8_0", "q4_0"] if in_files else ["own"]
+    options.output.mkdir(parents=True, exist_ok=True)
+    quieten()
+    frontier = Frontier(options)
+    frontier.fill()
+    frontier.write()
+
+
+if __name__ == "__main__":
+    main()

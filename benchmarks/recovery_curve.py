@@ -1,0 +1,268 @@
+"""What recovery regains by the number of tokens, over the dense model that trained as much.
+
+    python benchmarks/recovery_curve.py --output DIR [--windows 48,96,192] [--sparsity 0.5]
+        [--methods moesaic,static-repaired]
+
+For each number of windows the dense model is trained on them by next tokens, and each converted
+model against that one as its teacher. Ranks differ, so that about as many weights are trained
+(RANKS). Perplexity is of the end of the training text, which nobody trained on, and with
+--test-tokens also of the test text. A row is written to DIR/rows.jsonl as it ends, and the same
+command goes on with what is there. The model is that of `make smollm2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from smollm2_model import find_texts, needed_folder
+
+import moesaic
+from moesaic.calibration.text import to_ids
+from moesaic.cli.quiet import quieten
+from moesaic.conversion.layout_search import HELDOUT_TOKENS
+from moesaic.conversion.prepare import hold_out
+from moesaic.evaluate import perplexity
+from moesaic.families.load import load_model, load_tokenizer
+from moesaic.finetune.defaults import usual_batch_size, usual_rate
+from moesaic.finetune.lora import merge
+from moesaic.finetune.options import Machine, Settings
+from moesaic.finetune.prepare import draw_windows, whole_steps
+from moesaic.finetune.train import train
+
+# Rank and alpha: LoRA has its rank on every expert, so 32 experts of rank 32 train about
+# as many weights as a dense FFN of rank 128. alpha / sqrt(rank) is about the same.
+RANKS = {
+    "dense": (128, 128),
+    "static-repaired": (128, 128),
+    "moesaic": (32, 64),
+}
+LENGTH = 512
+TEST_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trained model. `over_dense` divides by the dense model of as many windows."""
+
+    method: str
+    sparsity: float
+    windows: int
+    steps: int
+    rate: float
+    seed: int
+    trained_weights: int
+    before: float
+    after: float
+    over_dense: float
+    test: float | None
+    test_over_dense: float | None
+    cpu_minutes: float
+
+
+class Curve:
+    """The texts, and the rows that are there."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.dense = needed_folder()
+        texts = find_texts()
+        tokenizer = load_tokenizer(str(self.dense))
+        all_ids = to_ids(texts.calibration, tokenizer)
+        self.text = texts.calibration
+        self.ids, validation = hold_out(
+            all_ids, texts.calibration, tokenizer, LENGTH
+        )
+        assert validation is not None
+        self.end_of_text = validation.ids
+        self.test_text = to_ids(texts.heldout, tokenizer)
+        self.path = options.output / "rows.jsonl"
+        self.rows: list[dict[str, Any]] = []
+        if self.path.is_file():
+            lines = self.path.read_text().splitlines()
+            self.rows = [json.loads(line) for line in lines]
+
+    def find(self, method: str, sparsity: float, windows: int) -> Any:
+        for row in self.rows:
+            asked = (method, sparsity, windows, self.options.seed)
+            if (
+                row["method"],
+                row["sparsity"],
+                row["windows"],
+                row["seed"],
+            ) == asked:
+                return row
+        return None
+
+    def add(self, row: Row) -> None:
+        fields = vars(row)
+        self.rows.append(fields)
+        line = json.dumps(fields)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+    def measured(self, model: Any) -> tuple[float, float | None]:
+        """Perplexity of the end of the training text, and of the test text if asked."""
+        end, _ = perplexity(model, self.end_of_text, LENGTH, HELDOUT_TOKENS)
+        tokens = self.options.test_tokens
+        if not tokens:
+            return end, None
+        test, _ = perplexity(model, self.test_text, TEST_LENGTH, tokens)
+        return end, test
+
+    def tuned_dense(self, windows: int) -> Path:
+        """The dense model after next-token training, as a folder."""
+        seed = self.options.seed
+        folder: Path = self.options.output / f"dense-{windows}-seed{seed}"
+        if self.find("dense", 0.0, windows):
+            return folder
+        batch_size = self.options.batch_size or usual_batch_size(windows)
+        drawn_NL = draw_windows(self.ids, windows, LENGTH, seed)
+        drawn_NL = whole_steps(drawn_NL, batch_size)
+        steps = len(drawn_NL) // batch_size
+        rank, alpha = RANKS["dense"]
+        model = load_model(str(self.dense), "auto")
+        rate = self.options.rate or usual_rate(
+            steps, model.config.hidden_size, has_teacher=False
+        )
+        settings = Settings(
+            samples=len(drawn_NL),
+            sequence_length=LENGTH,
+            batch_size=batch_size,
+            rank=rank,
+            alpha=alpha,
+            lora_lr=rate,
+            seed=seed,
+        )
+        before, _ = self.measured(model)
+        started = time.process_time()
+        trained = train(model, drawn_NL, settings, Machine(use_cpu=True))
+        merged = merge(trained.model)
+        minutes = (time.process_time() - started) / 60
+        merged.save_pretrained(folder)
+        load_tokenizer(str(self.dense)).save_pretrained(folder)
+        after, test = self.measured(merged)
+        row = Row(
+            method="dense",
+            sparsity=0.0,
+            windows=windows,
+            steps=steps,
+            rate=rate,
+            seed=seed,
+            trained_weights=trained.weights,
+            before=before,
+            after=after,
+            over_dense=1.0,
+            test=test,
+            test_over_dense=1.0,
+            cpu_minutes=minutes,
+        )
+        self.add(row)
+        return folder
+
+    def converted(self, method: str, sparsity: float) -> Path:
+        seed = self.options.seed
+        name = f"{method}-{100 * sparsity:g}-seed{seed}"
+        folder: Path = self.options.output / name
+        if not folder.is_dir():
+            moesaic.convert(
+                str(self.dense),
+                method,
+                sparsity=sparsity,
+                calibration=self.text,
+                sequence_length=TEST_LENGTH,
+                seed=seed,
+                output=folder,
+                resume=True,
+            )
+        return folder
+
+    def student(self, method: str, sparsity: float, windows: int) -> None:
+        if self.find(method, sparsity, windows):
+            return
+        teacher = self.tuned_dense(windows)
+        dense = self.find("dense", 0.0, windows)
+        seed = self.options.seed
+        folder = self.converted(method, sparsity)
+        output = folder.with_name(f"{folder.name}-tuned-{windows}")
+        rank, alpha = RANKS[method]
+        started = time.process_time()
+        report = moesaic.finetune(
+            folder,
+            output,
+            self.text,
+            samples=windows,
+            sequence_length=LENGTH,
+            batch_size=self.options.batch_size,
+            lora_lr=self.options.rate,
+            rank=rank,
+            alpha=alpha,
+            distill=teacher,
+            seed=seed,
+            resume=True,
+        )
+        minutes = (time.process_time() - started) / 60
+        settings = report.settings
+        model = load_model(str(output), "auto")
+        after, test = self.measured(model)
+        row = Row(
+            method=method,
+            sparsity=sparsity,
+            windows=windows,
+            steps=settings["samples"] // settings["batch_size"],
+            rate=settings["lora_lr"],
+            seed=seed,
+            trained_weights=report.trained_weights,
+            before=report.perplexity_before,
+            after=after,
+            over_dense=after / dense["after"],
+            test=test,
+            test_over_dense=test / dense["test"] if test else None,
+            cpu_minutes=minutes,
+        )
+        self.add(row)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--output", type=Path, required=True)
+    add("--windows", type=counts, default=[48, 96, 192])
+    add("--sparsity", type=numbers, default=[0.5])
+    add("--methods", type=names, default=["moesaic", "static-repaired"])
+    add("--batch-size", type=int)
+    add("--rate", type=float)
+    add("--seed", type=int, default=0)
+    add("--test-tokens", type=int, default=0)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    quieten()
+    torch.set_num_threads(1)
+    curve = Curve(options)
+    for windows in options.windows:
+        curve.tuned_dense(windows)
+        for sparsity in options.sparsity:
+            for method in options.methods:
+                curve.student(method, sparsity, windows)
+
+
+if __name__ == "__main__":
+    main()
