@@ -1,6 +1,7 @@
 """What a conversion costs: time against a dense forward pass, memory against its bound.
 
     make bench
+    python benchmarks/bench_convert.py --rows smollm2,7b
 
 Every time is a ratio to a dense pass over the same tokens, of the layers alone and of the whole
 model with its head, all measured in turn in one process; medians, the sum with its range.
@@ -8,6 +9,7 @@ model with its head, all measured in turn in one process; medians, the sum with 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import multiprocessing
 import platform
@@ -23,6 +25,7 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+from smollm2_model import find_texts, needed_folder
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import moesaic
@@ -65,7 +68,7 @@ def bench_time(
     **settings: Any,
 ) -> None:
     layers, whole, steps = [], [], []
-    for number in range(rounds + 1):
+    for number in range(rounds + (rounds > 1)):
         victim = copy.deepcopy(model)
         dense, with_head = (
             dense_pass(model, windows_NL),
@@ -74,7 +77,7 @@ def bench_time(
         _, report = moesaic.convert(
             victim, method, layout, windows_NL, settings=settings
         )
-        if number:  # the first round warms up
+        if number or rounds == 1:  # the first of several rounds warms up
             layers.append(sum(report.step_seconds.values()) / dense)
             whole.append(sum(report.step_seconds.values()) / with_head)
             steps.append({k: v / dense for k, v in report.step_seconds.items()})
@@ -163,16 +166,20 @@ def bench_memory(layers: int, method: str, samples: int, length: int) -> None:
     console.print(table)
 
 
-def llama_layers(layers: int) -> Any:
+def llama_layers(
+    layers: int, hidden: int = 2048, neurons: int = 5632, key_values: int = 4
+) -> Any:
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=4, vocab_size=1000,
+        hidden_size=hidden, intermediate_size=neurons, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=key_values, vocab_size=1000,
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def bench_assignment(neurons: int, experts: int, rounds: int) -> None:
+def bench_assignment(
+    neurons: int, experts: int, rounds: int, against_lap: bool = True
+) -> None:
     """The transportation problem against Jonker-Volgenant on the expanded matrix."""
     cost_NR = (
         np.random.default_rng(0)
@@ -184,6 +191,11 @@ def bench_assignment(neurons: int, experts: int, rounds: int) -> None:
         begun = time.perf_counter()
         ours_N = balanced_assignment(cost_NR)
         fast.append(time.perf_counter() - begun)
+    if not against_lap:
+        console.print(
+            f"{neurons} neurons to {experts} experts: {fast[0]:.1f} s"
+        )
+        return
     begun = time.perf_counter()
     expanded = np.repeat(cost_NR, neurons // experts, axis=1)
     value, _, _ = lap.lapjv(expanded)
@@ -200,13 +212,7 @@ def bench_assignment(neurons: int, experts: int, rounds: int) -> None:
     console.print(table)
 
 
-def main() -> None:
-    names = ("moesaic", "torch", "transformers", "POT", "lap")
-    console.print(
-        f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, "
-        f"{torch.get_num_threads()} threads, Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in names)
-    )
+def demo_rows() -> None:
     ids = to_ids("demo", load_tokenizer("demo"))
     demo = load_model("demo", "float32")
     few, many = (
@@ -224,6 +230,9 @@ def main() -> None:
         bench_time(
             "demo model", demo, method, "S1A23E32", many, rounds=3, **settings
         )
+
+
+def wide_rows() -> None:
     wide, windows_NL = llama_layers(1), torch.randint(0, 1000, (8, 2048))
     bench_time(
         "layer of 2048/5632", wide, "cmoe", "S3A3E8", windows_NL, rounds=3
@@ -231,6 +240,48 @@ def main() -> None:
     bench_time(
         "layer of 2048/5632", wide, "moesaic", "S1A11E16", windows_NL, rounds=2
     )
+
+
+def smollm2_rows() -> None:
+    """Six layers from the middle of the real model, at the tokens that are usual."""
+    model = load_model(str(needed_folder()), "auto")
+    layers = model.model.layers[12:18]
+    model.model.layers = layers
+    model.config.num_hidden_layers = len(layers)
+    model.config.layer_types = None
+    for place, layer in enumerate(layers):
+        layer.self_attn.layer_idx = place
+    ids = to_ids(find_texts().calibration, load_tokenizer(str(needed_folder())))
+    few, many = (
+        CalibrationSet.sample(ids, n, 1024, 0).windows_NL for n in (16, 64)
+    )
+    name = "SmolLM2, six layers"
+    bench_time(name, model, "cmoe", "S3A3E8", few, rounds=2)
+    bench_time(name, model, "cmoe", "S3A3E8", many, rounds=1)
+    for layout in ("S1A23E32", "S1A15E32", "S2A94E128"):
+        bench_time(name, model, "moesaic", layout, many, rounds=1)
+    bench_time(name, model, "static-repaired", "S12A0E16", many, rounds=1)
+    bench_time(
+        name,
+        model,
+        "moesaic-dynamic",
+        "S1A23E32",
+        many,
+        rounds=1,
+        layer_budgets="uniform",
+    )
+
+
+def llama_7b_rows() -> None:
+    """Two layers of Llama-2-7B's shape, random, in bfloat16: some minutes a row."""
+    model = llama_layers(2, 4096, 11008, 32).bfloat16()
+    name = "two layers of 4,096 / 11,008"
+    few, enough = (torch.randint(0, 1000, (n, 2048)) for n in (8, 12))
+    bench_time(name, model, "cmoe", "S3A3E8", few, rounds=1)
+    bench_time(name, model, "moesaic", "S1A23E32", enough, rounds=1)
+
+
+def memory_rows() -> None:
     for layers, method in (
         (2, "cmoe"),
         (8, "cmoe"),
@@ -243,7 +294,36 @@ def main() -> None:
         )
         fresh.start()
         fresh.join()
+
+
+def assignment_rows() -> None:
     bench_assignment(6880, 5, rounds=5)
+    bench_assignment(28_672, 224, rounds=1, against_lap=False)
+
+
+ROWS = {
+    "demo": demo_rows,
+    "wide": wide_rows,
+    "smollm2": smollm2_rows,
+    "7b": llama_7b_rows,
+    "memory": memory_rows,
+    "assignment": assignment_rows,
+}
+USUAL = "demo,wide,memory,assignment"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", default=USUAL, help=", ".join(ROWS))
+    asked = parser.parse_args().rows.split(",")
+    names = ("moesaic", "torch", "transformers", "POT", "lap")
+    console.print(
+        f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads, Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in names)
+    )
+    for rows in asked:
+        ROWS[rows]()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """A checkpoint several times larger than the memory that its conversion may use.
 
     python benchmarks/memory.py [--layers 100] [--limit-mb 1024] [--methods cmoe,moesaic]
+    python benchmarks/memory.py --layers 150 --neurons 2048 --samples 20 --methods moesaic
 
 Makes a random Llama in shards of 100 MB (hidden 1,024, FFN 4,096, bf16, 29 MB a layer) and converts
-it in a process of its own. Where this user may make a memory cgroup (root, Linux), the process is
-held to the limit: it ends in an error if it needs more. Printed besides: the most memory that the
-process ever had of its own, which is what is not read from a file and could be dropped.
+it on windows of 256 tokens (two tokens a neuron at least, where weights are to be fitted), in a
+process of its own. Where this user may make a memory cgroup (root, Linux), the process is held to
+the limit: it ends in an error if it needs more. Printed besides: the most memory that the process
+ever had of its own, which is what is not read from a file and could be dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ import torch
 MB = 2**20
 VOCABULARY = 512
 LENGTH = 256
-SAMPLES = 8
 LAYOUT = "S1A5E8"
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -35,16 +36,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--limit-mb", type=int, default=1024)
     parser.add_argument("--methods", default="cmoe,moesaic")
+    parser.add_argument("--neurons", type=int, default=4096)
+    parser.add_argument("--samples", type=int, default=8)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = Path(scratch) / "checkpoint"
-        _in_child(_write_checkpoint, checkpoint, options.layers)
+        _in_child(
+            _write_checkpoint, checkpoint, options.layers, options.neurons
+        )
         size = sum(path.stat().st_size for path in checkpoint.iterdir())
         print(f"checkpoint: {size / MB:,.0f} MB, {options.layers} layers")
         for method in options.methods.split(","):
             cgroup = _new_cgroup(options.limit_mb * MB)
             try:
-                _in_child(_convert, checkpoint, method, cgroup)
+                _in_child(_convert, checkpoint, method, cgroup, options.samples)
             finally:
                 _remove(cgroup)
 
@@ -59,14 +64,14 @@ def _in_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
         raise SystemExit(f"{function.__name__} ended with {child.exitcode}")
 
 
-def _write_checkpoint(folder: Path, layers: int) -> None:
+def _write_checkpoint(folder: Path, layers: int, neurons: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=1024,
-        intermediate_size=4096,
+        intermediate_size=neurons,
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=4,
@@ -85,7 +90,9 @@ def _forget_pages(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _convert(checkpoint: Path, method: str, cgroup: Path | None) -> None:
+def _convert(
+    checkpoint: Path, method: str, cgroup: Path | None, samples: int
+) -> None:
     import moesaic
 
     libraries = _own_memory()
@@ -97,7 +104,7 @@ def _convert(checkpoint: Path, method: str, cgroup: Path | None) -> None:
     watch = threading.Thread(target=_keep_peak, args=(peak,), daemon=True)
     watch.start()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    ids = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     output = checkpoint.with_name(f"converted-{method}")
     started = time.perf_counter()
     moesaic.convert(
@@ -105,7 +112,7 @@ def _convert(checkpoint: Path, method: str, cgroup: Path | None) -> None:
         method,
         layout=LAYOUT,
         calibration=ids,
-        samples=SAMPLES,
+        samples=samples,
         sequence_length=LENGTH,
         output=output,
     )

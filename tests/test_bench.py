@@ -98,6 +98,16 @@ def test_floors_of_real_configurations() -> None:
         assert 0.5 < value < 0.9
 
 
+def test_a_prompt_that_runs_all_neurons_costs_what_the_dense_one_does() -> None:
+    dense = count(planned("dense"), 128)
+    floors = []
+    for prompts in ("all", "each"):
+        ours = count(planned("moesaic-neurons", prompts=prompts), 128)
+        floors.append(floor_of(ours, dense, Regime(1, 128, 8), "prefill"))
+    assert floors[0] == pytest.approx(1.0)
+    assert floors[1] != pytest.approx(1.0, abs=1e-3)
+
+
 def test_what_is_not_known_has_no_floor() -> None:
     """Inputs that are skipped, neurons of one prompt, neurons by copies."""
     dense = count(planned("dense"), 128)

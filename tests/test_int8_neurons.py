@@ -35,8 +35,8 @@ from tests import reference
 from tests.families import CONTEXT, HIDDEN, NEURONS, tiny_model, tokens
 
 WINDOWS = tokens(16, CONTEXT, seed=1)
-OWN: Any = load_method("moesaic-neurons")
-INT8: Any = load_method("moesaic-neurons", {"weights": "int8"})
+OWN: Any = load_method("moesaic-neurons", {"prompts": "each"})
+INT8: Any = load_method("moesaic-neurons", {"weights": "int8", "prompts": "each"})
 
 
 def converted(family: str = "llama", sparsity: float = 0.5, method: Any = INT8) -> Any:

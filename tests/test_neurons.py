@@ -15,6 +15,7 @@ from accelerate import cpu_offload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
@@ -44,6 +45,7 @@ from moesaic.modeling import (
     RouterConfig,
     Sizes,
     as_they_are,
+    chosen_for_each_token,
 )
 from moesaic.parts.sketches import sketch_up
 from moesaic.parts.thresholds import single_threshold
@@ -55,8 +57,8 @@ WINDOWS = tokens(16, CONTEXT, seed=1)
 UNGATED = {"gpt2", "opt", "gpt_neox", "phi", "starcoder2", "nemotron"}
 NAME = "moesaic-neurons"
 NEURON_METHOD = load_method(NAME)
-EQUAL: Any = load_method(NAME)
-SHARED: Any = load_method(NAME, {"layer_budgets": "gradient"})
+EQUAL: Any = load_method(NAME, {"prompts": "each"})
+SHARED: Any = load_method(NAME, {"layer_budgets": "gradient", "prompts": "each"})
 ALL_EXACT: Any = replace(EQUAL, exact=1.0)
 SKETCH: Any = replace(EQUAL, choose_by="sketch")
 BOTH = pytest.mark.parametrize("method", [EQUAL, SKETCH], ids=["copies", "sketch"])
@@ -158,6 +160,43 @@ def test_the_block_of_copies_is_the_loop_too(family: str, count: int, exact: flo
         found = {float(kind) for kind in np.unique(kind_TF)}
         assert (1.0 in found) == (exact < 1)
         assert exact == 0 or 2.0 in found
+
+
+def test_a_prompt_runs_all_neurons_and_an_answer_those_chosen() -> None:
+    """Up to four tokens at once are chosen for; more run exactly, as a dense FFN would."""
+    model = converted("qwen3", method=replace(EQUAL, prompts="all", exact=0.5))
+    model.eval()
+    torch.manual_seed(1)
+    for block in neurons_of(model):
+        x_TD = torch.randn(9, HIDDEN)
+        gate, up, down_DF = weights_of(block)
+        h_TF = block.act_fn(linear(x_TD, gate)) * linear(x_TD, up)
+        dense_TD = linear(h_TF, down_DF, block.down_proj.bias)
+        with torch.no_grad():
+            torch.testing.assert_close(block(x_TD), dense_TD, rtol=1e-4, atol=1e-5)
+            with chosen_for_each_token(block):
+                chosen_TD = block(x_TD)
+            for few in (1, 4):
+                torch.testing.assert_close(block(x_TD[:few]), chosen_TD[:few], rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(chosen_TD, dense_TD, rtol=1e-2)
+        trained_TD = block(x_TD)  # gradients are on: as it is chosen for each
+        torch.testing.assert_close(trained_TD, chosen_TD, rtol=1e-4, atol=1e-5)
+
+
+def test_perplexity_is_of_answers_and_not_of_prompts(tmp_path: Path) -> None:
+    """Measured with neurons chosen for each token, also of a model that was saved."""
+    model = converted("qwen3", method=replace(EQUAL, prompts="all"))
+    ids = WINDOWS.flatten()[:64]
+    measured, _ = moesaic.perplexity(model, ids, 16)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.moesaic.block.all_in_prompts
+    assert moesaic.perplexity(loaded, ids, 16)[0] == pytest.approx(measured, rel=1e-6)
+    each = converted("qwen3", method=EQUAL)
+    assert moesaic.perplexity(each, ids, 16)[0] == pytest.approx(measured, rel=1e-6)
+    as_prompts = logits(model, ids[None])
+    as_answers = logits(each, ids[None])
+    assert not torch.allclose(as_prompts, as_answers, rtol=1e-3)
 
 
 def weights_of(block: Any) -> Any:
@@ -289,9 +328,10 @@ def test_every_gated_family_converts_loads_and_generates(family: str, tmp_path: 
     assert report.active_ffn_fraction == pytest.approx(0.75, abs=0.01)
     out = loaded.generate(ids[:1, :4], max_new_tokens=4, do_sample=False)
     assert out.shape == (1, 8)
-    # The first token's pairs one by one, a prompt's under a mask: the same greedy tokens.
-    for place in range(4, 8):
-        assert out[0, place] == logits(loaded, out[:, :place])[0, -1].argmax()
+    # One token's pairs one by one, all of them under a mask: the same greedy tokens.
+    with chosen_for_each_token(loaded):
+        for place in range(4, 8):
+            assert out[0, place] == logits(loaded, out[:, :place])[0, -1].argmax()
 
 
 @pytest.mark.parametrize("family", sorted(UNGATED))

@@ -100,7 +100,8 @@ def test_under_every_router_and_layout(family: str, method: Method, layout: str)
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "qwen3"])
 def test_neuron_by_neuron(family: str, layout: str) -> None:
     """Also for the two tokens whose pairs run one by one."""
-    replacement = converted(family, load_method("moesaic-neurons", EQUAL), layout)
+    method = load_method("moesaic-neurons", EQUAL | {"prompts": "each"})
+    replacement = converted(family, method, layout)
     check_view(replacement)
     x = torch.randn(2, 32)
     with torch.no_grad():

@@ -74,10 +74,19 @@ def count(config: Any, prompt: int) -> Counted:
     weight = next(skeleton.parameters())
     routed = _routed(config, skeleton, weight.element_size())
     if is_converted(config):
-        router = config.moesaic.router
-        if router is not None and router.prompt is not None:
+        moe = config.moesaic
+        if moe.router is not None and moe.router.prompt is not None:
             prompt_macs = None
+        elif moe.block.all_in_prompts:
+            weights = ffn_weights(moe) * config.num_hidden_layers
+            prompt_macs += weights * prompt - macs.ffn_and_routers
     return Counted(prompt_macs, token_bytes, routed)
+
+
+def ffn_weights(moe: MoEConfig) -> int:
+    """Of one dense FFN."""
+    block = moe.block
+    return block.matrices * block.hidden_size * block.intermediate_size
 
 
 def macs_of_prompt(macs: Macs, prompt: int) -> float:

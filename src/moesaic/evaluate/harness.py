@@ -45,6 +45,7 @@ from moesaic.evaluate.task_data import (
     check_subjects,
     overrides,
 )
+from moesaic.modeling import chosen_for_each_token
 from moesaic.progress import Ticker, progress
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -126,7 +127,9 @@ class Model(HFLM):  # type: ignore[misc]
     def _told(self, answers: int) -> Iterator[None]:
         with progress(f"{self.task}, {self.shown_name}", answers) as advance:
             self.set_cache_hook(_Counter(advance))
-            yield
+            # Answers are scored as the model would write them.
+            with chosen_for_each_token(self.model):
+                yield
 
 
 class _Counter:

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from moesaic.calibration.share import ALONE, Share
 from moesaic.errors import MoesaicError
+from moesaic.modeling import chosen_for_each_token
 
 _BATCH_TOKENS = 2048
 _CHUNK = 256  # tokens whose logits are held in float32 at once
@@ -37,10 +38,10 @@ def perplexity(
 ) -> tuple[float, int]:
     """Perplexity of a row of token ids, and the number of tokens predicted.
 
-    Costs one forward pass over the first `max_tokens` tokens; with a `share` each of
-    several processes runs some of its batches, and all get the whole. Raises MoesaicError for a
-    text of fewer than two tokens, ids outside the vocabulary and a loss that is not
-    finite.
+    Every token runs what is chosen for it, as in an answer. Costs one forward pass over
+    the first `max_tokens` tokens; with a `share` each of several processes runs some of
+    its batches, and all get the whole. Raises MoesaicError for a text of fewer than two
+    tokens, ids outside the vocabulary and a loss that is not finite.
     """
     if sequence_length < 2:
         raise MoesaicError(
@@ -61,7 +62,8 @@ def perplexity(
     batches = list(_windows(ids, sequence_length))
     for ids_BL in batches[share.own(len(batches))]:
         inputs_BL = ids_BL.to(embeddings.device)
-        logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
+        with chosen_for_each_token(model):
+            logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
         for chunk_loss in _losses(logits_BLV, ids_BL):
             loss += chunk_loss
         windows, length = ids_BL.shape

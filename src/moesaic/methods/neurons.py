@@ -13,7 +13,7 @@ Shape suffixes: T tokens, D hidden_size, F neurons.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ from moesaic.parts.thresholds import set_neuron_thresholds
 
 CHOOSE_BY = ("copies", "sketch")
 WEIGHTS = ("own", "int8")
+PROMPTS = ("all", "each")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,12 @@ class MoesaicNeurons(ExpertMethod):
         True, "Whether the repair may add an output bias."
     )
     up_steps: int = setting(4, "Steps that refit the rows of W_up too.", 0)
+    prompts: str = setting(
+        "all",
+        "Which neurons run where more than four tokens are read at once: all, which "
+        "loses less and takes the dense model's time, or those chosen for each token.",
+        choices=PROMPTS,
+    )
     # Layers that run more also read a larger share of it exactly, so that layers which
     # share neurons read more bytes than was asked for: not by default.
     layer_budgets: str = setting(  # type: ignore[misc]
@@ -148,12 +155,13 @@ class MoesaicNeurons(ExpertMethod):
 
     def block(self, ffn: FFNShape) -> BlockConfig:
         replacement = "neurons" if self.weights == "own" else "int8-neurons"
-        return block_config(
+        config = block_config(
             ffn,
             self.router_config(ffn),
             output_bias=True,
             replacement=replacement,
         )
+        return replace(config, all_in_prompts=self.prompts == "all")
 
     def partition(self, fit: LayerFit) -> Partition:
         """Nothing is grouped: every neuron stands alone, in order."""

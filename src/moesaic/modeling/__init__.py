@@ -59,7 +59,12 @@ from .projections_moesaic import (
     can_group,
 )
 from .prompt_neurons_moesaic import MoesaicPromptNeurons
-from .replacement_moesaic import MoesaicReplacement, View, as_they_are
+from .replacement_moesaic import (
+    MoesaicReplacement,
+    View,
+    as_they_are,
+    chosen_for_each_token,
+)
 from .routers_moesaic import (
     MoesaicEmbeddingRouter,
     MoesaicHashRouter,
@@ -121,6 +126,7 @@ __all__ = [
     "TokenIds",
     "View",
     "as_they_are",
+    "chosen_for_each_token",
     "can_group",
     "choose_experts",
     "config_class_for",

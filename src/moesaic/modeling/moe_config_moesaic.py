@@ -180,7 +180,8 @@ class BlockConfig:
     `replacement` names the class, of REPLACEMENT_KINDS ("experts-with-means": those
     that do not run put out their mean). `gated`, `bias` and
     `activation` are the dense FFN's; `output_bias` says whether the replacement adds
-    one (the FFN's, or a repair's intercept). Without `router` nothing is routed.
+    one (the FFN's, or a repair's intercept). Without `router` nothing is routed. With
+    `all_in_prompts` tokens that are read at once run all neurons.
     """
 
     replacement: str
@@ -191,6 +192,7 @@ class BlockConfig:
     output_bias: bool
     router: RouterConfig | None = None
     intermediate_size: int = 0  # of the dense FFN
+    all_in_prompts: bool = False
 
     @property
     def matrices(self) -> int:
@@ -201,7 +203,7 @@ class BlockConfig:
         """The first field whose value makes no sense."""
         if self.replacement not in REPLACEMENT_KINDS:
             return "replacement"
-        for name in ("gated", "bias", "output_bias"):
+        for name in ("gated", "bias", "output_bias", "all_in_prompts"):
             if not is_switch(getattr(self, name)):
                 return name
         if self.router is None:

@@ -8,7 +8,8 @@ chosen for a token, be it experts, neurons or inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -49,8 +50,9 @@ class MoesaicReplacement(nn.Module):
 
     `view` is None where the model runs. Calibration and training set it: all experts
     are computed then, under a mask, and the view says what the mask is. Outputs are
-    the same up to rounding. `made` holds how it came about (index lists, notes); it is
-    not saved.
+    the same up to rounding. With `for_each_token` every token runs what is chosen for
+    it, also where many are read at once. `made` holds how it came about (index lists,
+    notes); it is not saved.
     """
 
     # What many of these are stacked into, one for each expert of a mixture; None where
@@ -62,6 +64,7 @@ class MoesaicReplacement(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.view: View | None = None
+        self.for_each_token = False
         self.made: Any = None
 
     def active_weights(self) -> float:
@@ -143,3 +146,25 @@ class MoesaicReplacement(nn.Module):
         for module in self.modules():
             if hasattr(module, "config"):
                 module.config = config
+
+
+@contextmanager
+def chosen_for_each_token(model: nn.Module) -> Iterator[None]:
+    """For a while a model runs on whole texts as it does when it writes them.
+
+    Some replacements run all neurons where many tokens are read at once. What is
+    measured of such a model is what it is when it answers, token by token.
+    """
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, MoesaicReplacement)
+    ]
+    before = [module.for_each_token for module in found]
+    for module in found:
+        module.for_each_token = True
+    try:
+        yield
+    finally:
+        for module, value in zip(found, before, strict=True):
+            module.for_each_token = value
