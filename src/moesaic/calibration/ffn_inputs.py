@@ -30,7 +30,8 @@ class FFNInputs:
 
     `layer` is the FFN's, and `ids_T` are the ids of all tokens; None for an expert of a
     mixture. `hold_out` keeps the last tokens of the split out of what is fitted. Without it
-    everything is fitted on, and they are what is measured all the same.
+    everything is fitted on, and they are what is measured all the same. With `reported`
+    a method also fits what its report compares it with.
 
     Of several processes each keeps the blocks of its `part`; split and ids are of all.
     `fit`, `heldout`, `map`, `statistics` and the samples are of all tokens nevertheless,
@@ -60,6 +61,7 @@ class FFNInputs:
         if ids_T is not None:
             self.heldout_ids_T = ids_T[split.first_heldout :]
         self.hold_out = hold_out and split.can_hold_out
+        self.reported = True
         self.tokens = split.first_heldout if self.hold_out else split.tokens
         self._split = split
         self._first = part.first

@@ -123,6 +123,23 @@ class _Yardstick:
         return self.error(h_TF @ self.down_FD)
 
 
+def _output(ffn: DenseFFN, replacement: Any, x_TD: Tensor) -> Tensor:
+    """What a replacement puts out, without the dense FFN's output bias."""
+    output_TD: Tensor = replacement(x_TD).float()
+    if ffn.down_bias_D is not None:
+        output_TD = output_TD - ffn.down_bias_D.float()
+    return output_TD
+
+
+@torch.no_grad()
+def relative_error(inputs: FFNInputs, ffn: DenseFFN, replacement: Any) -> float:
+    """That of a replacement alone, as `measure_layer` has it."""
+    x_TD = inputs.heldout_sample(MOST_TOKENS)
+    _tell_ids(replacement, inputs, MOST_TOKENS)
+    yardstick = _Yardstick(ffn, x_TD)
+    return yardstick.error(_output(ffn, replacement, x_TD))
+
+
 def _energy(y_TD: Tensor) -> float:
     return float(y_TD.square().sum(dtype=torch.float64))
 
@@ -157,9 +174,7 @@ def measure_layer(
     x_TD = inputs.heldout_sample(most or MOST_TOKENS)
     _tell_ids(replacement, inputs, most or MOST_TOKENS)
     yardstick = _Yardstick(ffn, x_TD)
-    output_TD = replacement(x_TD).float()
-    if ffn.down_bias_D is not None:
-        output_TD = output_TD - ffn.down_bias_D.float()
+    output_TD = _output(ffn, replacement, x_TD)
     static_N = _static_neurons(made, inputs, ffn, sizes)
     static_repair = _static_repair(made, inputs, ffn, static_N, sizes)
     references = _static_references(yardstick, static_N, static_repair)

@@ -14,7 +14,7 @@ from rich.console import Console
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.share import ALONE, Share
-from moesaic.conversion.layer_error import measure_layer
+from moesaic.conversion.layer_error import relative_error
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.conversion.prepare import Prepared, check_windows
 from moesaic.conversion.run import Run, ffn_inputs, set_view
@@ -94,6 +94,7 @@ def choose_plan(
             calls = None
             if layer in probed:
                 inputs = ffn_inputs(stream, layer, calibration, hold_out=True)
+                inputs.reported = False
                 for plan in plans:
                     error = _layer_error(plan, ffns, layer, inputs, seed)
                     errors[plan.label] += error / len(probed)
@@ -124,8 +125,7 @@ def _layer_error(
     except MoesaicError as error:
         raise MoesaicError(f"layer {layer} of {plan.model}: {error}") from error
     set_view(replacement, masked=True)
-    report = measure_layer(layer, inputs, ffn, replacement, plan.sizes, seed)
-    return report.relative_error
+    return relative_error(inputs, ffn, replacement)
 
 
 def check_target(prepared: Prepared) -> None:

@@ -74,9 +74,9 @@ class Run:
     """One conversion's pass over all layers.
 
     `draft` is the folder that finished layers are written to, and read from where an
-    earlier run wrote them; of several processes the first has it. A `trial` leaves
-    replacements as they are evaluated fastest, under a mask. `seconds` collects the time
-    of each step.
+    earlier run wrote them; of several processes the first has it. A `trial` reports on
+    nothing, and leaves replacements as they are evaluated fastest, under a mask.
+    `seconds` collects the time of each step.
     """
 
     stream: Stream
@@ -105,6 +105,8 @@ class Run:
             elif isinstance(ffns, Mixtures):
                 report = self._replace_experts(method, layer)
                 reports.append(report)
+            elif self.trial:
+                self._try_ffn(method, layer)
             else:
                 report = self._replace_ffn(method, layer)
                 reports.append(report)
@@ -253,6 +255,30 @@ class Run:
         prefix = self.stream.ffns.base_prefix
         return f"{prefix}.{path}" if prefix else path
 
+    def _try_ffn(self, method: FFNMethod, layer: int) -> None:
+        """Convert and pass on."""
+        inputs = ffn_inputs(
+            self.stream, layer, self.calibration, method.fits_weights
+        )
+        inputs.reported = False
+        replacement = self._converted_ffn(method, layer, inputs)
+        replacement.made = None
+        self._pass_on(layer, replacement, inputs.own())
+
+    def _converted_ffn(
+        self, method: FFNMethod, layer: int, inputs: FFNInputs
+    ) -> Any:
+        """The replacement of a layer's FFN, the same on all processes."""
+        ffn = self.stream.ffns.read(layer)
+        sizes = self.plan.moe.sizes_of(layer)
+        generator = np.random.default_rng([self.seed, layer])
+        try:
+            replacement = method.convert_ffn(ffn, inputs, sizes, generator)
+        except MoesaicError as error:
+            raise self._blame(layer, error) from error
+        self.stream.share.same_(replacement)
+        return replacement
+
     def _replace_ffn(self, method: FFNMethod, layer: int) -> LayerReport:
         """Convert, measure, pass on, save."""
         started = time.perf_counter()
@@ -268,18 +294,16 @@ class Run:
             self._pass_on(layer, replacement, inputs.own())
             self._map(layer, prefixes, [replacement], saved.report)
             return saved.report
-        ffn = ffns.read(layer)
-        sizes = self.plan.moe.sizes_of(layer)
-        generator = np.random.default_rng([self.seed, layer])
-        try:
-            replacement = method.convert_ffn(ffn, inputs, sizes, generator)
-        except MoesaicError as error:
-            raise self._blame(layer, error) from error
-        self.stream.share.same_(replacement)
+        replacement = self._converted_ffn(method, layer, inputs)
         self.clock("convert")
         set_view(replacement, masked=True)
         report = measure_layer(
-            layer, inputs, ffn, replacement, sizes, self.seed
+            layer,
+            inputs,
+            ffns.read(layer),
+            replacement,
+            self.plan.moe.sizes_of(layer),
+            self.seed,
         )
         replacement.made = None  # its repairs are as large as the layer
         self.clock("measure")

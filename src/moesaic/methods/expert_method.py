@@ -293,7 +293,8 @@ def fit_repair(
     """W_down refitted, and with `up_steps` the rows of W_up too, if that helps.
 
     `mask` and `stand_in` as `Kept` has them. Notes in `fit.made` what was done. The
-    static reference is fitted in the same pass, where nothing was copied.
+    static reference is fitted in the same pass, where nothing was copied and a report
+    will tell of it.
     """
     made = fit.made
     neurons_N = torch.from_numpy(fit.partition.neurons_N)
@@ -333,7 +334,7 @@ def _fit_outputs(
     fit: LayerFit, kept: Kept, method: str, intercept: bool
 ) -> Repair:
     """The repair of W_down; beside it, in the same pass, that of static pruning."""
-    if fit.ffn is not fit.dense:
+    if fit.ffn is not fit.dense or not fit.inputs.reported:
         (repair,) = choose_repairs(
             fit.inputs, fit.ffn, [kept], method, intercept, target=fit.dense
         )
