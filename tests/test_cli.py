@@ -487,7 +487,7 @@ def break_tokenizer(folder: Path) -> None:
         (lead_outside, "names '../outside.safetensors', which is no file of its folder"),
         (break_index, "model.safetensors.index.json is damaged"),
         (break_tokenizer, "no usable tokenizer"),
-        (truncate, "cannot load"),
+        (truncate, "cut short, fetch the model again"),
         (tamper_header, "cannot load"),
         (drop_tensor, "missing in the checkpoint, among them model.layers.1.mlp.up_proj.weight"),
         (reshape_tensor, "model.layers.1.mlp.up_proj.weight"),

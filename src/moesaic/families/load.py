@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -438,6 +439,8 @@ def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
         return MoesaicError(
             f"{model}: no such folder, and the hub has no such model or cannot be reached ({line})"
         )
+    if isinstance(error, SafetensorError):
+        line += "; a file of weights is damaged or cut short, fetch the model again"
     return MoesaicError(f"cannot load {model}: {line}")
 
 
