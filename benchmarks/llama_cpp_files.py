@@ -20,6 +20,7 @@ import numpy as np
 KINDS = {
     "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
     "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
 }
 
 
@@ -27,6 +28,9 @@ def quantise(path: str, new_path: str, kind: str) -> None:
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = KINDS[kind]
     options.nthread = 1
+    # Alike in all files: llama.cpp would give tied embeddings more bits than others.
+    options.token_embedding_type = llama_cpp.GGML_TYPE_Q8_0
+    options.output_tensor_type = llama_cpp.GGML_TYPE_Q8_0
     failed = llama_cpp.llama_model_quantize(
         path.encode(), new_path.encode(), ctypes.byref(options)
     )

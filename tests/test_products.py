@@ -5,6 +5,8 @@ Shape suffixes: T tokens, N neurons.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,3 +51,17 @@ def test_the_setting_comes_back_where_a_product_fails() -> None:
     assert within != [before]
     assert precisions() == before
     torch.get_float32_matmul_precision()  # raises where old and new settings disagree
+
+
+def test_a_setting_for_all_of_torch_stays_one() -> None:
+    """It is read from every backend that has none of its own."""
+    everything: Any = torch.backends
+    before = everything.fp32_precision
+    try:
+        everything.fp32_precision = "tf32"
+        with products_of(torch.bfloat16):
+            pass
+        everything.fp32_precision = "ieee"
+        assert precisions() == ("ieee", "ieee")
+    finally:
+        everything.fp32_precision = before

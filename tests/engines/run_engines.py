@@ -70,8 +70,11 @@ def convert(name: str, dense: Path, root: Path, recipe: str) -> Path:
     if not folder.exists():
         text = "demo"
         ids = to_ids(text, load_tokenizer(dense))
+        method = moesaic.load_method(recipe)
+        if recipe == "moesaic-neurons":  # engines are to choose, also where they read a prompt
+            method = moesaic.load_method(recipe, {"prompts": "each"})
         moesaic.convert(
-            load_model(dense, "float32"), recipe, "S2A4E8", ids, tokenizer=load_tokenizer(dense),
+            load_model(dense, "float32"), method, "S2A4E8", ids, tokenizer=load_tokenizer(dense),
             samples=16, sequence_length=64, output=folder, dense_layers=kept,
         )  # fmt: skip
     return folder

@@ -77,10 +77,15 @@ def count(config: Any, prompt: int) -> Counted:
         moe = config.moesaic
         if moe.router is not None and moe.router.prompt is not None:
             prompt_macs = None
-        elif moe.block.all_in_prompts:
+        elif _all_run_in_prompts(moe):
             weights = ffn_weights(moe) * config.num_hidden_layers
             prompt_macs += weights * prompt - macs.ffn_and_routers
     return Counted(prompt_macs, token_bytes, routed)
+
+
+def _all_run_in_prompts(moe: MoEConfig) -> bool:
+    layers = [moe.block.all_run_in_prompts(sizes) for sizes in moe.sizes]
+    return bool(layers) and all(layers)
 
 
 def ffn_weights(moe: MoEConfig) -> int:

@@ -110,7 +110,14 @@ def share_budgets(
         trial_plan = plan.with_moe(plan.moe.with_budgets(budgets))
         with ffns.restored():
             stream = Stream(ffns, trial_set.windows_NL, device)
-            run = Run(stream, trial_plan, trial_set, seed, trial=True)
+            run = Run(
+                stream,
+                trial_plan,
+                trial_set,
+                seed,
+                trial=True,
+                reported=False,
+            )
             run.replace_ffns(method)
             layers = plan.moe.layers
             blocks: list[Any] = [ffns.replaced(layer) for layer in layers]

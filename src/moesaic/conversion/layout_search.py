@@ -195,7 +195,14 @@ def _search_target(
         with ffns.restored():
             part = calibration.part(share, plan.method.fits_weights)
             stream = Stream(ffns, calibration.windows_NL, device, part)
-            run = Run(stream, plan, calibration, options.seed, trial=True)
+            run = Run(
+                stream,
+                plan,
+                calibration,
+                options.seed,
+                trial=True,
+                reported=False,
+            )
             plan.method.convert(dense, calibration, plan, run)
             value, _ = perplexity(
                 dense, validation.ids, length, HELDOUT_TOKENS, share=share

@@ -74,9 +74,9 @@ class Run:
     """One conversion's pass over all layers.
 
     `draft` is the folder that finished layers are written to, and read from where an
-    earlier run wrote them; of several processes the first has it. A `trial` reports on
-    nothing, and leaves replacements as they are evaluated fastest, under a mask.
-    `seconds` collects the time of each step.
+    earlier run wrote them; of several processes the first has it. A `trial` leaves
+    replacements as they are evaluated fastest, under a mask. Where no FFN is `reported`
+    on, nothing is measured, nor fitted for it. `seconds` collects the time of each step.
     """
 
     stream: Stream
@@ -87,6 +87,7 @@ class Run:
     draft: Path | None = None
     progress: bool = False
     trial: bool = False
+    reported: bool = True
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.seconds)
@@ -105,7 +106,7 @@ class Run:
             elif isinstance(ffns, Mixtures):
                 report = self._replace_experts(method, layer)
                 reports.append(report)
-            elif self.trial:
+            elif not self.reported:
                 self._try_ffn(method, layer)
             else:
                 report = self._replace_ffn(method, layer)

@@ -440,7 +440,9 @@ def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
             f"{model}: no such folder, and the hub has no such model or cannot be reached ({line})"
         )
     if isinstance(error, SafetensorError):
-        line += "; a file of weights is damaged or cut short, fetch the model again"
+        line += (
+            "; a file of weights is damaged or cut short, fetch the model again"
+        )
     return MoesaicError(f"cannot load {model}: {line}")
 
 

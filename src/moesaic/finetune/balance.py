@@ -21,7 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.finetune.lora import active_copy, named_routers, routers_of
-from moesaic.modeling import MoesaicNeurons, choose_experts
+from moesaic.modeling import (
+    MoesaicNeurons,
+    choose_experts,
+    chosen_for_each_token,
+)
 from moesaic.parts.thresholds import budget_thresholds, set_neuron_thresholds
 
 BATCH_TOKENS = 2048
@@ -362,6 +366,7 @@ def refit_thresholds(model: Any, windows_NL: Tensor) -> None:
     layers = model.get_decoder()
     device = model.get_input_embeddings().weight.device
     with (
+        chosen_for_each_token(model),
         hooked(routers, _refit_router, before=True),
         hooked(neuron_blocks, _refit_neurons, before=True),
     ):

@@ -334,7 +334,7 @@ def _fit_outputs(
     fit: LayerFit, kept: Kept, method: str, intercept: bool
 ) -> Repair:
     """The repair of W_down; beside it, in the same pass, that of static pruning."""
-    if fit.ffn is not fit.dense or not fit.inputs.reported:
+    if fit.ffn is not fit.dense:
         (repair,) = choose_repairs(
             fit.inputs, fit.ffn, [kept], method, intercept, target=fit.dense
         )
@@ -344,10 +344,11 @@ def _fit_outputs(
     candidates = [kept]
     # Static pruning by contribution is its own reference.
     is_reference = kept.mask is None and torch.equal(kept.neurons_N, static_N)
-    if not is_reference:
+    if fit.inputs.reported and not is_reference:
         candidates.append(Kept(static_N))
     repairs = choose_repairs(fit.inputs, fit.ffn, candidates, method, intercept)
-    fit.made.static_repair = repairs[-1]
+    if fit.inputs.reported:
+        fit.made.static_repair = repairs[-1]
     return repairs[0]
 
 

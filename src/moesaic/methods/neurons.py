@@ -103,8 +103,8 @@ class MoesaicNeurons(ExpertMethod):
     up_steps: int = setting(4, "Steps that refit the rows of W_up too.", 0)
     prompts: str = setting(
         "all",
-        "Which neurons run where more than four tokens are read at once: all, which "
-        "loses less and takes the dense model's time, or those chosen for each token.",
+        "Which neurons run where more than four tokens are read at once: all, in the "
+        "dense model's time, if half of them run for a token; or those of each token.",
         choices=PROMPTS,
     )
     # Layers that run more also read a larger share of it exactly, so that layers which

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 FORMAT = 2
+# Of the neurons that run for a token: below it, all of them lose more (docs/method.md).
+ALL_FROM = 0.5
 # Of routers that choose single neurons.
 NEURON_KINDS = ("gates", "gates-alone", "copies")
 ROUTER_KINDS = (
@@ -181,7 +183,8 @@ class BlockConfig:
     that do not run put out their mean). `gated`, `bias` and
     `activation` are the dense FFN's; `output_bias` says whether the replacement adds
     one (the FFN's, or a repair's intercept). Without `router` nothing is routed. With
-    `all_in_prompts` tokens that are read at once run all neurons.
+    `all_in_prompts` tokens that are read at once run all neurons, where at least
+    ALL_FROM of them run for a token.
     """
 
     replacement: str
@@ -193,6 +196,11 @@ class BlockConfig:
     router: RouterConfig | None = None
     intermediate_size: int = 0  # of the dense FFN
     all_in_prompts: bool = False
+
+    def all_run_in_prompts(self, sizes: Sizes) -> bool:
+        """Whether a layer of these sizes runs all neurons for a prompt."""
+        least = ALL_FROM * sizes.num_routed
+        return self.all_in_prompts and sizes.num_active >= least
 
     @property
     def matrices(self) -> int:

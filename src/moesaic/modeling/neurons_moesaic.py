@@ -33,8 +33,7 @@ class MoesaicNeurons(MoesaicReplacement):
     asked for: the package's kernels read no others, for a few tokens. Without them, in
     float32 on a CPU, FEW_TOKENS are multiplied with those only; elsewhere all rows are,
     and masked. With `all_in_prompts` more than MOST_CHOSEN tokens run all neurons
-    exactly: that loses less, and takes the dense FFN's time instead of that of five
-    products.
+    exactly: that takes the dense FFN's time instead of that of five products.
     """
 
     unit = "neuron"
@@ -69,10 +68,15 @@ class MoesaicNeurons(MoesaicReplacement):
         return y_TD.view_as(hidden_states)
 
     def _all_run(self, x_TD: Tensor) -> bool:
-        """Whether these tokens are read at once, as a prompt is, and nothing is trained."""
-        if not self.block.all_in_prompts or self.for_each_token:
+        """Whether these tokens are read at once, as a prompt is, and nothing is trained.
+
+        Not in a compiled graph, where the number of tokens would be decided on once.
+        """
+        if self.for_each_token or self.view is not None:
             return False
-        if self.view is not None or torch.is_grad_enabled():
+        if not self.block.all_run_in_prompts(self.sizes):
+            return False
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         return len(x_TD) > MOST_CHOSEN
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.families import DenseFFN
@@ -105,12 +104,14 @@ class Repair:
 class _Trial:
     """One way of masking the FFN: its sums, candidates and held-out errors.
 
-    Where `columns` is a slice, hidden states are masked in place.
+    Where `columns` is a slice, hidden states are masked in place. `dtype` is the
+    model's, which holds them.
     """
 
     kept: Kept
     columns: slice | Tensor  # of the FFN's hidden states
     moments: Moments
+    dtype: torch.dtype
     down_ND: Tensor = field(init=False)
     candidates: list[Candidate] = field(init=False)
     note: str | None = field(init=False)
@@ -119,7 +120,8 @@ class _Trial:
     def add_(self, x_TD: Tensor, h_TF: Tensor, dense_TD: Tensor) -> None:
         """Adds a block of the tokens to fit on."""
         h_TN = self.kept.hidden_(x_TD, h_TF[:, self.columns])
-        self.moments.add(h_TN, dense_TD)
+        with products_of(self.dtype):
+            self.moments.add(h_TN, dense_TD)
 
     def fit(self, down_FD: Tensor, method: str, intercept: bool) -> None:
         """Finds the candidates once the sums are complete."""
@@ -137,7 +139,8 @@ class _Trial:
     ) -> None:
         """Adds each candidate's squared error on a block of held-out tokens."""
         h_TN = self.kept.hidden_(x_TD, h_TF[:, self.columns])
-        residual_TD = dense_TD - h_TN @ self.down_ND
+        with products_of(self.dtype):
+            residual_TD = dense_TD - h_TN @ self.down_ND
         for index, candidate in enumerate(self.candidates):
             error_TD = residual_TD - candidate.output(h_TN)
             self.error_C[index] += error_TD.square().sum().item()
@@ -175,9 +178,7 @@ def choose_repairs(
     over the tokens to fit on and one over those held out, for all of them together;
     several processes share it. A repair that does not lower the held-out error is not
     made. Least squares with fewer than TOKENS_PER_NEURON tokens per neuron falls back to
-    mean compensation; the note says so. In a model in bfloat16 the outputs to be met are
-    bfloat16, as they are in the model, and so are the factors of sums, which stay in
-    float32.
+    mean compensation; the note says so.
     """
     ffn, columns = _in_order(ffn, kept)
     dtype = ffn.down_DF.dtype
@@ -187,24 +188,21 @@ def choose_repairs(
     for masking, columns_N in zip(kept, columns, strict=True):
         neurons = len(masking.neurons_N)
         moments = Moments(neurons, hidden_size, down_FD.device)
-        trials.append(_Trial(masking, columns_N, moments))
+        trials.append(_Trial(masking, columns_N, moments, dtype))
 
     def outputs(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        h_TF = ffn.hidden(x_TD)
-        met = ffn
-        met_h_TF = h_TF
-        if target is not None:
-            met = target
-            met_h_TF = target.hidden(x_TD)
-        dense_TD = linear(met_h_TF, met.down_DF)
-        return h_TF.float(), dense_TD.float()
+        h_TF = ffn.hidden(x_TD).float()
+        with products_of(dtype):
+            if target is None:
+                return h_TF, h_TF @ down_FD
+            target_h_TF = target.hidden(x_TD).float()
+            return h_TF, target_h_TF @ target.down_DF.float().T
 
     for x_TD in inputs.own_fit():
         h_TF, dense_TD = outputs(x_TD)
         # The first comes last: it may mask h_TF itself.
-        with products_of(dtype):
-            for trial in reversed(trials):
-                trial.add_(x_TD, h_TF, dense_TD)
+        for trial in reversed(trials):
+            trial.add_(x_TD, h_TF, dense_TD)
     for trial in trials:
         trial.moments.total_(inputs.share)
         trial.fit(down_FD, method, intercept)
@@ -213,9 +211,8 @@ def choose_repairs(
     for x_TD in inputs.own_heldout():
         h_TF, dense_TD = outputs(x_TD)
         energy += dense_TD.square().sum(dtype=torch.float64).item()
-        with products_of(dtype):
-            for trial in reversed(trials):
-                trial.add_errors_(x_TD, h_TF, dense_TD)
+        for trial in reversed(trials):
+            trial.add_errors_(x_TD, h_TF, dense_TD)
     energy = inputs.share.total(energy)
     for trial in trials:
         inputs.share.total_(trial.error_C)
