@@ -657,7 +657,11 @@ def test_the_command_exports_explains_and_verifies(
 
     folder = folders["mistral, sliding"]
     assert call(folder, "--explain") == 0
-    assert "windows of 8" in " ".join(capsys.readouterr().out.split())
+    explained = " ".join(capsys.readouterr().out.split())
+    assert "windows of 8" in explained
+    assert "in llama.cpp on a CPU" not in explained  # which cannot hold it
+    assert call(folders["llama"], "--explain") == 0
+    assert "in llama.cpp on a CPU experts take longer" in " ".join(capsys.readouterr().out.split())
     out, report = tmp_path / "out", tmp_path / "report.json"
     assert call(folder, "--format", "qwen2_moe", "--output", out, "--verify",
                 tmp_path / "text.txt", "--json", report) == 0  # fmt: skip

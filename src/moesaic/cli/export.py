@@ -17,6 +17,12 @@ from moesaic.progress import status
 if TYPE_CHECKING:
     from moesaic.export import ExportReport
 
+LLAMA_CPP_SPEED = (
+    "speed: in llama.cpp on a CPU experts take longer than the dense model (SmolLM2, 25 % "
+    "skipped: a prompt 1.7 to 5.8 times as long, a token 1.2 to 1.4 times); moesaic bench "
+    "measures yours, docs/speed.md tells more"
+)
+
 
 def export_command(
     model: Annotated[
@@ -99,7 +105,7 @@ def _explain(
     model: str, json_file: Path | None, trust_remote_code: bool
 ) -> None:
     quieten()
-    from moesaic.export.fits import explain
+    from moesaic.export.fits import GGUF, explain
 
     found = explain(model, trust_remote_code)
     table = Table("format", "fits", "why not", title=model)
@@ -107,6 +113,8 @@ def _explain(
         fits = "no" if reasons else "yes"
         table.add_row(name, fits, *folded("; ".join(reasons)))
     out.print(table)
+    if any(not found[name] for name in GGUF):
+        out.print(LLAMA_CPP_SPEED)
     write_json(json_file, found)
 
 
