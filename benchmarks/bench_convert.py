@@ -261,7 +261,7 @@ def smollm2_rows() -> None:
     bench_time(name, model, "cmoe", "S3A3E8", many, rounds=1)
     for layout in ("S1A23E32", "S1A15E32", "S2A94E128"):
         bench_time(name, model, "moesaic", layout, many, rounds=1)
-    bench_time(name, model, "static-repaired", "S12A0E16", many, rounds=1)
+    bench_time(name, model, "static-repaired", "S3A3E8", many, rounds=1)
     bench_time(
         name,
         model,

@@ -194,7 +194,7 @@ class Frontier:
             panel.axhline(1, linestyle=":", color="grey")
             panel.set_xlabel(f"time of {words}, over dense in 16 bits")
             panel.set_ylabel("perplexity over dense")
-            panel.set_yscale("log")
+            panel.margins(x=0.25, y=0.08)  # room for the names
         figure.suptitle(f"SmolLM2-135M in {self.options.engine}, 2 threads")
         figure.savefig(self.path.with_suffix(".png"), dpi=130)
 

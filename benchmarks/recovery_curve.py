@@ -5,7 +5,7 @@
 
 For each number of windows the dense model is trained on them by next tokens, and each converted
 model against that one as its teacher. Ranks differ (RANKS): the dense model trains 39 million
-weights, `moesaic` with 32 experts 45, static pruning by half 30 and by a quarter 35. Perplexity is
+weights, `moesaic` 45 (32 experts), static pruning by half 30 and by a quarter 35. Perplexity is
 of the end of the training text, which nobody trained on, and with --test-tokens also of the test
 text. A row is written to DIR/rows.jsonl as it ends, and the same command goes on with what is
 there. The model is that of `make smollm2`.
