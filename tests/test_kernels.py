@@ -24,6 +24,7 @@ import moesaic
 from moesaic.kernels import build
 from moesaic.kernels.experts import block_forward, experts_forward, fits
 from moesaic.modeling import BlockConfig, MoesaicBlock, RouterConfig, Sizes
+from moesaic.parts.products import widened_products
 from tests import reference
 from tests.families import tiny_model, tokens
 
@@ -112,6 +113,43 @@ def test_a_block_equals_the_double_loop(shape: tuple[int, int, int, int, int], c
     routed = experts_forward(block.experts, x, index, gate)
     rest = reference.moe_forward(x, None, experts, index, gate, silu)
     torch.testing.assert_close(routed, rest, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("hidden", "count"),
+    [
+        (32, 5),  # one vector of tokens, not full
+        (64, 21),  # a vector, and a few that are taken apart
+        (96, 24),
+        (160, 83),  # more than a panel; outputs that are no whole tiles
+        (64, 600),  # more than share weights in a cache
+    ],
+)
+def test_many_tokens_side_by_side(hidden: int, count: int, dtype: torch.dtype, gated: bool) -> None:
+    """Every token has the shared expert, of more neurons than are made at once, odd in number."""
+    block = block_of((141, 33, 4, 3, hidden), dtype, gated=gated)
+    x = torch.randn(count, hidden).to(dtype)
+    found = block_forward(block, x)
+    assert found is not None
+    block.experts.config._experts_implementation = "eager"
+    expected = copy.deepcopy(block).float()(x.float())
+    error_T = (found.float() - expected).norm(dim=1)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (error_T < bound * expected.norm(dim=1)).all()
+
+
+def test_products_that_are_widened_leave_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moesaic.parts.products.is_emulated", lambda dtype: True)
+    block = block_of((13, 12, 9, 4, 64), torch.bfloat16)
+    x = torch.randn(40, 64).bfloat16()
+    alone = block_forward(block, x)
+    with widened_products(torch.bfloat16):
+        within = block_forward(block, x)
+    assert alone is not None
+    assert within is not None
+    assert torch.equal(alone, within)
 
 
 @pytest.mark.parametrize("count", [1, 9, 130])

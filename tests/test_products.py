@@ -1,6 +1,6 @@
-"""float32 products whose factors bfloat16 holds.
+"""float32 products whose factors bfloat16 holds, and short products made in float32.
 
-Shape suffixes: T tokens, N neurons.
+Shape suffixes: T tokens, D hidden size, N neurons, G groups.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moesaic.parts.products import products_of
+from moesaic.parts import products
+from moesaic.parts.products import is_emulated, products_of, widened_products
 
 
 def precisions() -> tuple[str, str]:
@@ -65,3 +69,121 @@ def test_a_setting_for_all_of_torch_stays_one() -> None:
         assert precisions() == ("ieee", "ieee")
     finally:
         everything.fp32_precision = before
+
+
+class Dtypes(TorchDispatchMode):
+    """The number formats of all products that torch is really asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in products._PRODUCTS:
+            self.seen.append(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, *capabilities: str) -> None:
+    """A processor with these instructions, and no others."""
+    monkeypatch.setattr(products.platform, "machine", lambda: "x86_64")
+    found = dict.fromkeys(capabilities, True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_products_are_made_in_float32_and_rounded(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    emulate(monkeypatch)
+    x_TD = random(40, 64, dtype=dtype)
+    weight_ND = random(48, 64, dtype=dtype)
+    bias_N = random(48, dtype=dtype)
+    batch = random(3, 40, 64, dtype=dtype)
+    with Dtypes() as asked, widened_products(dtype):
+        found = [
+            x_TD @ weight_ND.T,
+            linear(x_TD, weight_ND, bias_N),
+            batch @ batch.mT,
+        ]
+    expected = [
+        x_TD.float() @ weight_ND.float().T,
+        linear(x_TD.float(), weight_ND.float(), bias_N.float()),
+        batch.float() @ batch.float().mT,
+    ]
+    for made, exact in zip(found, expected, strict=True):
+        assert made.dtype == dtype
+        assert torch.equal(made, exact.to(dtype))
+    assert asked.seen == [torch.float32] * 3
+
+
+def test_in_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    x_TD = random(40, 64)
+    weight_ND = random(48, 64)
+    with torch.inference_mode(), widened_products(torch.bfloat16):
+        found = linear(x_TD, weight_ND)
+    assert torch.equal(found, linear(x_TD.float(), weight_ND.float()).bfloat16())
+
+
+def test_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    x_TD = random(64, 32)
+    weight_GDN = random(2, 32, 48)
+    ends_G = torch.tensor([24, 64], dtype=torch.int32)
+    with Dtypes() as asked, widened_products(torch.bfloat16):
+        found = torch._grouped_mm(x_TD, weight_GDN, ends_G)
+    first = x_TD[:24].float() @ weight_GDN[0].float()
+    second = x_TD[24:].float() @ weight_GDN[1].float()
+    torch.testing.assert_close(found, torch.cat([first, second]).bfloat16())
+    assert len(asked.seen) == 1
+
+
+def test_gradients_are_those_of_the_same_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    x_TD = random(40, 64)
+    weight_ND = random(48, 64).requires_grad_()
+    slope_TN = random(40, 48)
+    with Dtypes() as asked, widened_products(torch.bfloat16):
+        linear(x_TD, weight_ND).backward(slope_TN)
+    assert weight_ND.grad is not None
+    assert weight_ND.grad.dtype == torch.bfloat16
+    exact = slope_TN.float().T @ x_TD.float()
+    torch.testing.assert_close(weight_ND.grad, exact.bfloat16())
+    assert asked.seen == [torch.float32] * 2
+
+
+def test_few_rows_and_other_formats_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    weight_ND = random(48, 64)
+    with Dtypes() as asked, widened_products(torch.bfloat16):
+        linear(random(31, 64), weight_ND)
+        linear(random(40, 64).half(), weight_ND.half())
+    assert asked.seen == [torch.bfloat16, torch.float16]
+
+
+def test_one_within_another_widens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    with widened_products(torch.bfloat16), Dtypes():
+        before = len(products.dispatch._get_current_dispatch_mode_stack())
+        with widened_products(torch.bfloat16):
+            assert len(products.dispatch._get_current_dispatch_mode_stack()) == before
+
+
+def test_a_processor_that_has_the_instructions_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulate(monkeypatch, "avx512_bf16")
+    assert not is_emulated(torch.bfloat16)
+    assert is_emulated(torch.float16)
+    assert not is_emulated(torch.float32)
+    with Dtypes() as asked, widened_products(torch.bfloat16):
+        random(40, 64) @ random(64, 48)
+    assert asked.seen == [torch.bfloat16]
+    monkeypatch.setattr(products.platform, "machine", lambda: "aarch64")
+    assert not is_emulated(torch.float16)

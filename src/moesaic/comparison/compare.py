@@ -16,7 +16,7 @@ from moesaic.calibration.calibration_set import CalibrationSet, check_samples
 from moesaic.calibration.checks import check_vocabulary, check_weights
 from moesaic.calibration.hidden_states import check_stream
 from moesaic.calibration.text import has_heldout_split, to_ids
-from moesaic.comparison.entries import Entry, make_entries
+from moesaic.comparison.entries import Entries, Entry, make_entries
 from moesaic.comparison.missing import CONVERSION, TUNING, Missing, reason_of
 from moesaic.comparison.options import (
     TEXT_TOKENS,
@@ -45,6 +45,7 @@ from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions
 from moesaic.methods.base import Method
 from moesaic.methods.contents import METHODS
 from moesaic.methods.load import load_method
+from moesaic.parts.products import widened_products
 from moesaic.progress import duration
 
 ALL = "all"
@@ -186,6 +187,22 @@ def run_comparison(
     planned = make_entries(options, config)
     tokens = _read_tokens(options, planned.entries, config)
     dense = load_model(options.model, options.dtype, trust, device)
+    with widened_products(dense.dtype):
+        return _compared(
+            options, device, tuning, planned, tokens, dense, progress
+        )
+
+
+def _compared(
+    options: CompareOptions,
+    device: torch.device,
+    tuning: FinetuneOptions | None,
+    planned: Entries,
+    tokens: _Tokens,
+    dense: Any,
+    progress: Callable[[str], Any],
+) -> dict[str, Any]:
+    """What is left once texts and the dense model are there."""
     ffns = find_ffns(dense)
     check_vocabulary(dense, tokens.ids)
     recovery = None

@@ -60,6 +60,7 @@ from moesaic.families.load import (
 from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
 from moesaic.output.model_card import licence_of
+from moesaic.parts.products import widened_products
 
 
 def check_conversion(options: ConvertOptions) -> Prepared:
@@ -76,28 +77,27 @@ def convert_prepared(prepared: Prepared) -> tuple[Any, ConversionReport]:
     """Load, check, choose a plan, share budgets, convert, measure, write."""
     started = time.perf_counter()
     options = prepared.options
-    conversion = _begin(options, prepared)
-    if conversion.share.processes > 1:
-        conversion.share.check_same(conversion.identity())
-    if options.output is None:
-        conversion.convert(None)
-    else:
-        conversion.write(options.output)
+    device = _device_of(options)
+    share = share_of_launch(device)
+    dense = _load(options, device)
+    with widened_products(dense.dtype):
+        conversion = _begin(prepared, dense, device, share)
+        if conversion.share.processes > 1:
+            conversion.share.check_same(conversion.identity())
+        if options.output is None:
+            conversion.convert(None)
+        else:
+            conversion.write(options.output)
     report = conversion.report
     report.seconds = time.perf_counter() - started
     return conversion.dense, report
 
 
-def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
-    """Loads the model, finds its FFNs, checks both, and chooses the plan."""
-    usual_place = options.dtype == "auto" and options.device == "auto"
-    if options.in_memory and not usual_place:
-        raise MoesaicError(
-            "a model in memory keeps its dtype and device; move it before the call"
-        )
-    device = _device_of(options)
-    share = share_of_launch(device)
-    dense = _load(options, device)
+def _begin(
+    prepared: Prepared, dense: Any, device: torch.device, share: Share
+) -> _Conversion:
+    """Finds the model's FFNs, checks both, and chooses the plan."""
+    options = prepared.options
     ffns = replace(find_ffns(dense), unconverted=options.scope.dense_layers)
     check_vocabulary(dense, prepared.windows_NL)
     digest = check_weights(ffns, dense)
@@ -121,6 +121,11 @@ def _begin(options: ConvertOptions, prepared: Prepared) -> _Conversion:
 
 
 def _device_of(options: ConvertOptions) -> torch.device:
+    usual_place = options.dtype == "auto" and options.device == "auto"
+    if options.in_memory and not usual_place:
+        raise MoesaicError(
+            "a model in memory keeps its dtype and device; move it before the call"
+        )
     if options.in_memory:
         return torch.device(options.model.device)
     return device_of_process(choose_device(options.device))

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from moesaic.calibration.share import ALONE, Share
 from moesaic.errors import MoesaicError
 from moesaic.modeling import chosen_for_each_token
+from moesaic.parts.products import widened_products
 
 _BATCH_TOKENS = 2048
 _CHUNK = 256  # tokens whose logits are held in float32 at once
@@ -62,7 +63,7 @@ def perplexity(
     batches = list(_windows(ids, sequence_length))
     for ids_BL in batches[share.own(len(batches))]:
         inputs_BL = ids_BL.to(embeddings.device)
-        with chosen_for_each_token(model):
+        with widened_products(model.dtype), chosen_for_each_token(model):
             logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
         for chunk_loss in _losses(logits_BLV, ids_BL):
             loss += chunk_loss

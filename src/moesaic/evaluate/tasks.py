@@ -32,6 +32,7 @@ from moesaic.families.load import (
     load_model,
     load_tokenizer,
 )
+from moesaic.parts.products import widened_products
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,8 @@ def evaluate_tasks(
             lm = Model(
                 name, loaded, tokenizers[name], contexts[name], batch_size
             )
-            rows, scores_by_task = ask_all(lm, asked, voting)
+            with widened_products(loaded.dtype):
+                rows, scores_by_task = ask_all(lm, asked, voting)
             scores.append(scores_by_task)
             about = {
                 "model": name,

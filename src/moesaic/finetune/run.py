@@ -41,6 +41,7 @@ from moesaic.finetune.report import FinetuneReport, new_report
 from moesaic.finetune.save import save_model, write_files
 from moesaic.finetune.train import Trained, gather, train
 from moesaic.output import draft as checkpoint
+from moesaic.parts.products import widened_products
 from moesaic.progress import duration
 
 # Training tokens on which loads, gates and thresholds are measured.
@@ -146,6 +147,15 @@ def run(
     inputs = prepare(options, text)
     student = load_student(inputs)
     teacher = load_teacher(inputs, student)
+    with widened_products(student.dtype):
+        return _run(inputs, student, teacher, started)
+
+
+def _run(
+    inputs: TrainingInput, student: Any, teacher: Any, started: float
+) -> FinetuneReport:
+    """What is left once text and models are there."""
+    options = inputs.options
     to_train = [student, teacher] if options.tune_teacher else [student]
     for model in to_train:
         check_head(model, inputs.windows_NL[0])
@@ -153,7 +163,7 @@ def run(
     measure_before(student, inputs, report)
     announce(student, inputs)
     with open_output(inputs, student, report) as draft:
-        if inputs.options.tune_teacher:
+        if options.tune_teacher:
             teacher = tune_teacher(teacher, inputs, draft, report)
         trained = train_student(student, teacher, inputs, draft)
         report.trained_weights = trained.weights

@@ -21,6 +21,7 @@ from moesaic.errors import MoesaicError
 from moesaic.families import find_ffns
 from moesaic.families.load import context_of
 from moesaic.modeling import MoesaicReplacement, chosen_for_each_token
+from moesaic.parts.products import widened_products
 
 MEASURED_TOKENS = 1024
 SHOWN_TOKENS = 96
@@ -107,7 +108,11 @@ def measure(
     window = min(WINDOW, context_of(model.config))
     ids_T = ids_T[:MEASURED_TOKENS].to(embeddings.device)
     shown = len(words)
-    with chosen_for_each_token(model), _hooked(watchers):
+    with (
+        widened_products(model.dtype),
+        chosen_for_each_token(model),
+        _hooked(watchers),
+    ):
         for ids_1L in ids_T[None].split(window, dim=1):
             for watcher in watchers:
                 watcher.begin(shown)

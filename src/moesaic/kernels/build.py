@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SOURCES = tuple(
     HERE / f"{what}_cpu.cpp" for what in ("experts", "neurons", "linears")
 )
-HEADER = HERE / "vectors.h"
+HEADERS = tuple(HERE / f"{what}.h" for what in ("vectors", "panels"))
 FLAGS = (
     "-O3",
     "-march=native",
@@ -71,7 +71,7 @@ def _compiled(folder: Path) -> Path:
         [compiler, "--version"], capture_output=True, check=True
     ).stdout
     made_from = [
-        *(path.read_bytes() for path in (HEADER, *SOURCES)),
+        *(path.read_bytes() for path in (*HEADERS, *SOURCES)),
         version,
         _processor(),
         " ".join(FLAGS).encode(),

@@ -3,7 +3,7 @@
     model.set_experts_implementation("moesaic")
 
 does it for any model whose experts stand behind that interface, such as an exported one.
-Models of moesaic's own architecture do it by themselves on a processor with AVX-512 and
+Models of moesaic's own architecture do it by themselves on a processor with AVX2 and
 no GPU beside it, and with them the router and the shared expert in the same call. On a
 GPU a few tokens at once run by Triton (experts_triton.py). All others, on other devices,
 in training and where there is no compiler, go to transformers' grouped product.
@@ -291,7 +291,8 @@ def _by_itself() -> bool:
     """Whether converted models take it unasked: where it was measured to be faster."""
     if torch.accelerator.is_available():
         return False
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability.startswith(("AVX2", "AVX512"))
 
 
 experts_forward.by_itself = _by_itself()  # type: ignore[attr-defined]

@@ -2,20 +2,31 @@
 //
 //     y_t = sum over chosen e of gate_te * Down_e (act(Gate_e x_t) * (Up_e x_t))
 //
-// Built on first use (kernels/build.py). Tokens are taken six at a time, so that a row of
-// weights is read once for six, and neurons in groups that stay in the cache.
+// Built on first use (kernels/build.py). Few tokens are taken six at a time, so that a row
+// of weights is read once for six, and neurons in groups that stay in the cache. Many are
+// taken as panels of up to 64 (panels.h).
 //
 // Suffixes: T tokens, K experts of a token, R experts, M neurons of one as they are
 // stored, D hidden size.
 
-#include "vectors.h"
+#include "panels.h"
+
+#include <type_traits>
 
 namespace {
 
-constexpr int TOKENS = 6;         // that share a row of weights in registers
+#if defined(__AVX512F__)
+constexpr int TOKENS = 6;  // that share a row of weights in registers
+constexpr int FEW = 4;     // tokens that fill no vector of a panel
+#else
+constexpr int TOKENS = 2;
+constexpr int FEW = 2;
+#endif
 constexpr int GROUP = 32;           // neurons whose h are made before they are used
 constexpr int64_t CHUNK = 512;     // of y that stays in the first cache meanwhile
 constexpr int64_t CACHE = 400000;  // bytes of weights that stay in the second cache
+constexpr int PANEL_GROUP = 128;   // neurons whose h are made before panels use them
+constexpr int64_t TOGETHER = 256;  // tokens in panels that share weights in a cache
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
 constexpr int64_t SPLIT_TOKENS = 64;  // of each thread, from where threads share tokens out
 
@@ -66,26 +77,27 @@ struct Experts {
       x[t] = x_TD + pairs[t].token * D;
       y[t] = y_TD + pairs[t].token * D;
     }
-    // One after the other, each with all of its tokens; a product of two writes beyond.
+    // One after the other, each with all of its tokens; the last products write beyond.
+    constexpr int AT_ONCE = N == 1 ? 4 : 2;
     float g[GROUP * N + 2 * LANES], h[GROUP * N + 2 * LANES], of_pair[N];
     for (int t = 0; t < N; t++) of_pair[t] = pairs[t].gate;
     for (int64_t start = from; start < to; start += GROUP) {
       const int count = int(std::min<int64_t>(GROUP, to - start));
-      for (int m = 0; m < count; m += 2) {
-        const int64_t one = start + m;
-        const int64_t two = std::min(one + 1, to - 1);  // an odd last one is done twice
-        float products[(4 * N + LANES - 1) / LANES * LANES];
-        if (gated) {
-          const T* rows[4] = {expert.gate_MD + one * D, expert.gate_MD + two * D,
-                              expert.up_MD + one * D, expert.up_MD + two * D};
-          dots<4, N>(rows, x, D, products);
-          std::memcpy(g + m * N, products, 2 * N * sizeof(float));
-          std::memcpy(h + m * N, products + 2 * N, 2 * N * sizeof(float));
-        } else {
-          const T* rows[2] = {expert.up_MD + one * D, expert.up_MD + two * D};
-          dots<2, N>(rows, x, D, products);
-          std::memcpy(h + m * N, products, 2 * N * sizeof(float));
+      for (int m = 0; m < count; m += AT_ONCE) {
+        const T* rows[2 * AT_ONCE];
+        for (int r = 0; r < AT_ONCE; r++) {
+          // The last one is done again where fewer are left.
+          const int64_t neuron = std::min(start + m + r, to - 1);
+          rows[r] = expert.up_MD + neuron * D;
+          rows[AT_ONCE + r] = gated ? expert.gate_MD + neuron * D : nullptr;
         }
+        float products[(2 * AT_ONCE * N + LANES - 1) / LANES * LANES];
+        if (gated)
+          dots<2 * AT_ONCE, N>(rows, x, D, products);
+        else
+          dots<AT_ONCE, N>(rows, x, D, products);
+        std::memcpy(h + m * N, products, AT_ONCE * N * sizeof(float));
+        if (gated) std::memcpy(g + m * N, products + AT_ONCE * N, AT_ONCE * N * sizeof(float));
       }
       for (int i = 0; i < count * N; i += LANES) {
         Floats up = load(h + i);
@@ -110,10 +122,120 @@ struct Experts {
     }
   }
 
+  // h of neurons [from, to), times the gates of their tokens, as units.
+  template <int V>
+  void panel_neurons(const Expert<T>& expert, int64_t from, int64_t to,
+                     const int32_t* x_UL, const float* gate_L, int32_t* h_UL) const {
+    constexpr int ROWS = rows_beside(V);
+    constexpr int MOST = 2 * GROUP + ROWS;
+    const T* rows[MOST];
+    float products[MOST * PANEL];
+    for (int64_t start = from; start < to; start += GROUP) {
+      const int count = int(std::min<int64_t>(GROUP, to - start));
+      const int needed = gated ? 2 * count : count;
+      for (int m = 0; m < count; m++) {
+        rows[m] = expert.up_MD + (start + m) * D;
+        if (gated) rows[count + m] = expert.gate_MD + (start + m) * D;
+      }
+      for (int r = 0; r < ROWS; r++) rows[needed + r] = rows[needed - 1];
+      for (int r = 0; r < needed; r += ROWS)
+        panel_dots<ROWS, V>(rows + r, x_UL, D, products + r * PANEL);
+      const auto h_of = [&](int m, int lane) {
+        if (m >= count) return all(0.0f);
+        const Floats up = load(products + m * PANEL + lane);
+        const float* gate = products + (count + m) * PANEL + lane;
+        const Floats made =
+            gated ? activated(load(gate), activation) * up : activated(up, activation);
+        return made * load(gate_L + lane);
+      };
+      for (int m = 0; m < count; m += Unit<T>::numbers) {
+        for (int lane = 0; lane < V * LANES; lane += LANES) {
+          const Ints units = Unit<T>::make(h_of(m, lane), h_of(m + 1, lane));
+          std::memcpy(h_UL + lane, &units, sizeof units);
+        }
+        h_UL += PANEL;
+      }
+    }
+  }
+
+  // Tokens side by side, and neurons [from, to) of their expert.
+  template <int V>
+  void panel(const Expert<T>& expert, int64_t from, int64_t to, const int32_t* x_UL,
+             const float* gate_L, float* const* y, int count) const {
+    int32_t h_UL[PANEL_GROUP / Unit<T>::numbers * PANEL];
+    panel_neurons<V>(expert, from, to, x_UL, gate_L, h_UL);
+    constexpr int N = PANEL_TOKENS;
+    const T* rows = expert.down_MD + from * D;
+    const int neurons = int(to - from);
+    int64_t i = 0;
+    for (; i + WIDE * LANES <= D; i += WIDE * LANES)
+      for (int t = 0; t < count; t += N)
+        panel_add<N, WIDE>(rows, D, neurons, i, h_UL + t, y + t);
+    for (; i < D; i += REST * LANES)
+      for (int t = 0; t < count; t += N)
+        panel_add<N, REST>(rows, D, neurons, i, h_UL + t, y + t);
+  }
+
+  // Neurons [from, to) of one expert, for at most TOGETHER of its tokens.
+  void run_together(const Expert<T>& expert, int64_t from, int64_t to, const Pair* pairs,
+                    int64_t count, float* y_TD) const {
+    const int64_t units = D / Unit<T>::numbers;
+    static thread_local std::vector<int32_t> panels;
+    static thread_local std::vector<float> nobody;  // y of lanes without a token
+    panels.resize(units * TOGETHER);
+    nobody.resize(D);
+    float gate_L[TOGETHER] = {};
+    float* y[TOGETHER];
+    const T* x[TOGETHER];
+    for (int64_t t = 0; t < TOGETHER; t++) {
+      const Pair& pair = pairs[std::min(t, count - 1)];
+      x[t] = x_TD + pair.token * D;
+      y[t] = t < count ? y_TD + pair.token * D : nobody.data();
+      if (t < count) gate_L[t] = pair.gate;
+    }
+    const auto tokens_of = [&](int64_t begin) {
+      return int(std::min<int64_t>(PANEL, count - begin));
+    };
+    const auto vectors_of = [&](int64_t begin) {
+      return (tokens_of(begin) + LANES - 1) / LANES;
+    };
+    for (int64_t begin = 0; begin < count; begin += PANEL)
+      fill_panel(x + begin, vectors_of(begin) * LANES, D, panels.data() + begin * units);
+    for (int64_t start = from; start < to; start += PANEL_GROUP) {
+      const int64_t end = std::min<int64_t>(start + PANEL_GROUP, to);
+      for (int64_t begin = 0; begin < count; begin += PANEL) {
+        const auto run_panel = [&](auto vectors) {
+          constexpr int V = std::min(decltype(vectors)::value, MOST_VECTORS);
+          panel<V>(expert, start, end, panels.data() + begin * units, gate_L + begin,
+                   y + begin, tokens_of(begin));
+        };
+        switch (vectors_of(begin)) {
+          case 4: run_panel(std::integral_constant<int, 4>()); break;
+          case 3: run_panel(std::integral_constant<int, 3>()); break;
+          case 2: run_panel(std::integral_constant<int, 2>()); break;
+          case 1: run_panel(std::integral_constant<int, 1>()); break;
+        }
+      }
+    }
+  }
+
+  // How many of an expert's tokens run as panels: all but a few that would leave most of a
+  // vector empty.
+  int64_t in_panels(int64_t count) const {
+    if (D % (2 * LANES) != 0) return 0;
+    const int64_t rest = count % LANES;
+    return rest <= FEW ? count - rest : count;
+  }
+
   // Neurons [from, to) of one expert, for all of its tokens.
   void run(int64_t number, int64_t from, int64_t to, const Pair* pairs, int64_t count,
            float* y_TD) const {
     const Expert<T> expert = of(number);
+    const int64_t many = in_panels(count);
+    for (int64_t first = 0; first < many; first += TOGETHER)
+      run_together(expert, from, to, pairs + first, std::min(TOGETHER, many - first), y_TD);
+    pairs += many;
+    count -= many;
     const int64_t of_neuron = (gated ? 3 : 2) * D * int64_t(sizeof(T));
     const int64_t cached = std::max<int64_t>(GROUP, CACHE / of_neuron / GROUP * GROUP);
     for (int64_t start = from; start < to; start += cached) {

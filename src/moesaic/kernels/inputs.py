@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from moesaic.kernels import gpu
 
@@ -40,7 +40,10 @@ def _is_watched(x_TD: Tensor) -> bool:
 
     A kernel of ours would be left out of that.
     """
-    if is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x_TD):
+    modes = _get_current_dispatch_mode_stack()
+    if any(not getattr(mode, "leaves_kernels", False) for mode in modes):
+        return True
+    if is_functorch_wrapped_tensor(x_TD):
         return True
     return forward_ad.unpack_dual(x_TD).tangent is not None
 

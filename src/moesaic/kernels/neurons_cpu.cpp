@@ -92,14 +92,14 @@ struct Codes {
       bytes = _mm512_mask_add_epi8(bytes, bits[b], bytes, _mm512_set1_epi8(char(1 << b)));
   }
 
-  Floats sixteen(int i) const {
+  Floats vector(int i) const {
     __m128i quarters[4];
     std::memcpy(quarters, &bytes, sizeof bytes);
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(quarters[i]));
   }
 
   Floats add(Floats sum, const float* x) const {
-    for (int i = 0; i < 4; i++) sum += sixteen(i) * load(x + i * LANES);
+    for (int i = 0; i < GROUP / LANES; i++) sum += vector(i) * load(x + i * LANES);
     return sum;
   }
 
@@ -116,6 +116,37 @@ struct Codes {
     return P::add(sum, (__m512bh)odd, P::read(x + P::size));
   }
 #endif
+#elif defined(__AVX2__)
+  alignas(32) uint8_t bytes[GROUP];
+
+  // Each byte gets the byte of a plane that its bit is in, and then that bit.
+  explicit Codes(const uint64_t* bits) {
+    const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                              0x0303030303030303);
+    const __m256i each_bit = _mm256_set1_epi64x(0x8040201008040201);
+    for (int half = 0; half < 2; half++) {
+      __m256i codes = _mm256_setzero_si256();
+      for (int b = BITS - 1; b >= 0; b--) {
+        const float* at = (const float*)(bits + b) + half;
+        const __m256i plane = _mm256_castps_si256(_mm256_broadcast_ss(at));
+        const __m256i own_byte = _mm256_shuffle_epi8(plane, places);
+        const __m256i own_bit = _mm256_and_si256(own_byte, each_bit);
+        const __m256i is_set = _mm256_cmpeq_epi8(own_bit, each_bit);  // -1
+        codes = _mm256_sub_epi8(_mm256_add_epi8(codes, codes), is_set);
+      }
+      _mm256_store_si256((__m256i*)(bytes + 32 * half), codes);
+    }
+  }
+
+  Floats vector(int i) const {
+    const __m128i eight = _mm_loadl_epi64((const __m128i*)(bytes + i * LANES));
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight));
+  }
+
+  Floats add(Floats sum, const float* x) const {
+    for (int i = 0; i < GROUP / LANES; i++) sum += vector(i) * load(x + i * LANES);
+    return sum;
+  }
 #else
   float codes[GROUP];
 
@@ -127,10 +158,10 @@ struct Codes {
     }
   }
 
-  Floats sixteen(int i) const { return load(codes + i * LANES); }
+  Floats vector(int i) const { return load(codes + i * LANES); }
 
   Floats add(Floats sum, const float* x) const {
-    for (int i = 0; i < 4; i++) sum += sixteen(i) * load(x + i * LANES);
+    for (int i = 0; i < GROUP / LANES; i++) sum += vector(i) * load(x + i * LANES);
     return sum;
   }
 #endif
@@ -177,14 +208,14 @@ struct Inputs {
   const Laid<T>* x(int64_t t, int64_t group) const {
     return x_TG.data() + (t * groups + group) * GROUP;
   }
-  // What 2^(bits - 1), and what stands before codes, takes off sixteen groups.
+  // What 2^(bits - 1), and what stands before codes, takes off LANES groups.
   Floats off(int64_t t, int64_t group, int bits) const {
     const float base = BASE[std::is_same<T, bf16>::value];
     return load(sum_TG.data() + t * lanes + group) * -(base + float(1 << (bits - 1)));
   }
 };
 
-// Sixteen numbers or the first few of them, and 0.
+// LANES numbers or the first few of them, and 0.
 template <typename T>
 inline Floats load_first(const T* from, int64_t count) {
   if (count >= LANES) return load(from);
@@ -302,13 +333,13 @@ struct Neurons {
     for (int t = 0; t < N; t++) sums[t] = sum[t];
   }
 
-  // Of sixteen neurons or fewer, for N tokens, (N, 16): h, or their gate where that tells.
+  // Of LANES neurons or fewer, for N tokens, (N, LANES): h, or their gate where that tells.
   template <int N>
   struct Told {
     float h[N * LANES], gate[N * LANES], up[N * LANES];
   };
 
-  // h of sixteen neurons or fewer by their copies.
+  // h of LANES neurons or fewer by their copies.
   template <int BITS, int N>
   void told_by_copies(int64_t from, int count, const Inputs<T>& inputs, Told<N>& told) const {
     Floats gate[N][LANES] = {}, up[N][LANES] = {};
@@ -352,7 +383,7 @@ struct Neurons {
       store(told.h + t * LANES, activated(load(sums + t * LANES) + bias, activation));
   }
 
-  // Sixteen numbers from a place of a vector, 0 beyond `count`, or where there is none.
+  // LANES numbers from a place of a vector, 0 beyond `count`, or where there is none.
   template <typename V>
   static Floats some(const V* vector, int64_t from, int count) {
     return vector ? load_first(vector + from, count) : Floats{};
@@ -450,25 +481,25 @@ struct Neurons {
     }
   }
 
-  // h of those that are exact: what the copies say, and what they leave. Eight at a time.
+  // h of those that are exact: what the copies say, and what they leave. Half a vector of them at a time.
   void add_rests(Running& running, int64_t t, const Inputs<T>& inputs) const {
-    constexpr int EIGHT = LANES / 2;
-    for (int start = 0; start < running.exact; start += EIGHT) {
-      const int count = std::min(EIGHT, running.exact - start);
+    constexpr int HALF = LANES / 2;
+    for (int start = 0; start < running.exact; start += HALF) {
+      const int count = std::min(HALF, running.exact - start);
       Floats rests[LANES] = {};
       float of_copies[LANES] = {}, sums[LANES], gates[LANES];
       for (int i = 0; i < count; i++) {
         const int place = running.exact_place[start + i];
         const int64_t neuron = running.neuron[place];
         row_of<REST_BITS, 1>(gate_rest, neuron, inputs, rests + i, t);
-        row_of<REST_BITS, 1>(up_rest, neuron, inputs, rests + EIGHT + i, t);
+        row_of<REST_BITS, 1>(up_rest, neuron, inputs, rests + HALF + i, t);
         of_copies[i] = running.gate[place];
-        of_copies[EIGHT + i] = running.up[place];
+        of_copies[HALF + i] = running.up[place];
       }
       store(sums, totals(rests) + load(of_copies));
       store(gates, activated(load(sums), activation));
       for (int i = 0; i < count; i++)
-        running.told[running.exact_place[start + i]] = gates[i] * sums[EIGHT + i];
+        running.told[running.exact_place[start + i]] = gates[i] * sums[HALF + i];
     }
   }
 
@@ -655,7 +686,7 @@ void write_copy(const Copy<T>& copy, T* out_FD, int64_t F, int64_t D, int thread
       const Codes<T, BITS> codes(bits);
       float values[GROUP];
       const float scale = number(copy.scales_FG[row * groups + g]);
-      for (int i = 0; i < 4; i++) store(values + i * LANES, (codes.sixteen(i) - half) * scale);
+      for (int i = 0; i < GROUP / LANES; i++) store(values + i * LANES, (codes.vector(i) - half) * scale);
       T* to = out_FD + row * D + g * GROUP;
       const int64_t count = std::min<int64_t>(GROUP, D - g * GROUP);
       for (int64_t i = 0; i < count; i++) put(to + i, values[i]);

@@ -1,4 +1,4 @@
-// Vectors of sixteen numbers, and the products of rows that all kernels are made of.
+// Vectors of numbers, and the products of rows that all kernels are made of.
 //
 // Plain C++ with GCC's vectors, no library but OpenMP. Sums are in float32.
 
@@ -17,13 +17,17 @@
 #include <vector>
 
 #include <omp.h>
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16;  // of a register
+#else
+constexpr int LANES = 8;
+#endif
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -35,7 +39,8 @@ struct bf16 {
 
 // --- numbers ---------------------------------------------------------------------------
 
-inline Floats all(float value) { return Floats{} + value; }
+// Less zero, for that is nothing to compute: plus zero changes -0.
+inline Floats all(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) {
   Floats values;
@@ -137,28 +142,48 @@ struct Pack<bf16> {
 };
 #endif
 
-// The sum of the lanes of sixteen vectors, one a lane.
+// Of both vectors the lanes whose number has no bit APART, and those whose number has it.
+template <int APART>
+inline void exchange(Ints& a, Ints& b) {
+#if defined(__AVX512F__)
+  constexpr Ints ones = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+  constexpr Ints twos = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+  constexpr Ints fours = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+  constexpr Ints eights = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+#else
+  constexpr Ints ones = {0, 8, 2, 10, 4, 12, 6, 14};
+  constexpr Ints twos = {0, 1, 8, 9, 4, 5, 12, 13};
+  constexpr Ints fours = {0, 1, 2, 3, 8, 9, 10, 11};
+  constexpr Ints eights = {};
+#endif
+  static_assert(APART < LANES, "lanes of one vector");
+  constexpr Ints without = APART == 1 ? ones : APART == 2 ? twos : APART == 4 ? fours : eights;
+  const Ints low = __builtin_shuffle(a, b, without);
+  const Ints high = __builtin_shuffle(a, b, without + APART);
+  a = low;
+  b = high;
+}
+
+template <int APART>
+inline Floats sum_exchanged(Floats a, Floats b) {
+  Ints low = (Ints)a;
+  Ints high = (Ints)b;
+  exchange<APART>(low, high);
+  return (Floats)low + (Floats)high;
+}
+
+// The sum of the lanes of as many vectors as one has lanes, one a lane.
 inline Floats totals(const Floats* v) {
-  constexpr Ints even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-  constexpr Ints odd = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
-  constexpr Ints even2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-  constexpr Ints odd2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-  constexpr Ints even4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-  constexpr Ints odd4 = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
-  constexpr Ints low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-  constexpr Ints high = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
-  Floats two[8], four[4], eight[2];
-  for (int i = 0; i < 8; i++)
-    two[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], even) +
-             __builtin_shuffle(v[2 * i], v[2 * i + 1], odd);
-  for (int i = 0; i < 4; i++)
-    four[i] = __builtin_shuffle(two[2 * i], two[2 * i + 1], even2) +
-              __builtin_shuffle(two[2 * i], two[2 * i + 1], odd2);
-  for (int i = 0; i < 2; i++)
-    eight[i] = __builtin_shuffle(four[2 * i], four[2 * i + 1], even4) +
-               __builtin_shuffle(four[2 * i], four[2 * i + 1], odd4);
-  return __builtin_shuffle(eight[0], eight[1], low) +
-         __builtin_shuffle(eight[0], eight[1], high);
+  Floats two[LANES / 2], four[LANES / 4];
+  for (int i = 0; i < LANES / 2; i++) two[i] = sum_exchanged<1>(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < LANES / 4; i++) four[i] = sum_exchanged<2>(two[2 * i], two[2 * i + 1]);
+#if defined(__AVX512F__)
+  const Floats first = sum_exchanged<4>(four[0], four[1]);
+  const Floats second = sum_exchanged<4>(four[2], four[3]);
+  return sum_exchanged<8>(first, second);
+#else
+  return sum_exchanged<4>(four[0], four[1]);
+#endif
 }
 
 // products[r * N + t] = row r . x of token t, over `length` numbers.
@@ -178,9 +203,9 @@ inline void dots(const T* const* rows, const T* const* x, int64_t length, float*
     }
   }
   for (int c = 0; c < COUNT; c += LANES) {
-    Floats sixteen[LANES] = {};
-    for (int j = 0; j < LANES && c + j < ROWS * N; j++) sixteen[j] = sums[c + j];
-    store(products + c, totals(sixteen));
+    Floats together[LANES] = {};
+    for (int j = 0; j < LANES && c + j < ROWS * N; j++) together[j] = sums[c + j];
+    store(products + c, totals(together));
   }
   for (; i < length; i++)
     for (int r = 0; r < ROWS; r++)

@@ -1,15 +1,100 @@
-"""float32 products whose factors a shorter number format holds already."""
+"""Products of matrices whose factors a short number format holds, at the processor's speed."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._pytree import tree_map_only
 
 _SHORT = {torch.bfloat16}
 _INHERITED = "none"
+# By which of its instructions an x86 processor multiplies such numbers.
+_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16"),
+}
+# A weight is widened for every product; from so many rows on that pays.
+_ROWS = 32
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.linear.default,  # arrives whole in inference mode
+    _aten.matmul.default,
+    _aten._grouped_mm.default,
+}
+
+
+@contextmanager
+def widened_products(dtype: torch.dtype) -> Iterator[None]:
+    """For a while a CPU multiplies `dtype` in float32, where it has no instructions for it.
+
+    torch emulates such products on an x86 processor without AVX-512's or AMX's for
+    them: SmolLM2 in bfloat16 takes six times as long there as in float32. Here both
+    factors of each product of 32 rows or more become float32, one product at a time, and
+    the result becomes `dtype` again: sums were in float32 before, so nothing but their
+    order changes. Gradients follow. Memory: one weight in float32. Nothing changes for
+    other dtypes, on other processors and on a GPU. Each operation of torch costs some
+    microseconds more meanwhile.
+    """
+    stack = dispatch._get_current_dispatch_mode_stack()
+    is_there = any(isinstance(mode, _WidenedProducts) for mode in stack)
+    if is_there or not is_emulated(dtype):
+        yield
+        return
+    with _WidenedProducts(dtype):
+        yield
+
+
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies numbers of a short format by other instructions."""
+    instructions = _INSTRUCTIONS.get(dtype)
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if instructions is None or not is_x86:
+        return False
+    found = torch.cpu.get_capabilities()
+    return not any(found.get(name) for name in instructions)
+
+
+class _WidenedProducts(dispatch.TorchDispatchMode):
+    """Sees every operation below autograd, and calls products with float32 factors."""
+
+    leaves_kernels = True  # of moesaic, which widen by themselves
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS or not self._pays(args):
+            return func(*args, **kwargs)
+        wide = tree_map_only(Tensor, self._widened, args)
+        return func(*wide, **kwargs).to(self.dtype)
+
+    def _pays(self, args: Any) -> bool:
+        """Whether all factors are of our kind, on the CPU, and large enough."""
+        for factor in args:
+            if not isinstance(factor, Tensor) or factor.dim() < 2:
+                continue  # a bias, or the ends of groups
+            if factor.dtype != self.dtype or factor.device.type != "cpu":
+                return False
+            if factor.numel() < _ROWS * factor.shape[-1]:
+                return False
+        return True
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == self.dtype else tensor
 
 
 @contextmanager

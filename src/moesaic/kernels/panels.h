@@ -1,0 +1,191 @@
+// Products for many tokens at once: the lanes of vectors are tokens.
+//
+// Dot products along a row (vectors.h) end with the sum of a vector's lanes, which takes as
+// long as the products do where a row is short. Here a panel holds some tokens side by
+// side, and each number of a row of weights is multiplied with all of them, so that
+// nothing is summed across lanes. Weights stay as they lie in memory.
+//
+// A unit is what one lane multiplies and adds: a float32, or two bfloat16 next to each
+// other. Suffixes: U units, L lanes of a panel.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// What stays in registers: sums of ROWS rows by V vectors of tokens (`rows_beside`), and
+// of PANEL_TOKENS tokens by WIDE vectors of outputs, or by REST of them at a row's end.
+#if defined(__AVX512F__)
+constexpr int MOST_VECTORS = 4;
+constexpr int WIDE = 6;
+constexpr int REST = 2;
+constexpr int rows_beside(int vectors) { return vectors == 4 ? 6 : vectors == 3 ? 8 : 12; }
+#else
+constexpr int MOST_VECTORS = 2;
+constexpr int WIDE = 3;
+constexpr int REST = 1;
+constexpr int rows_beside(int vectors) { return vectors == 2 ? 6 : 12; }
+#endif
+constexpr int PANEL_TOKENS = 4;
+constexpr int PANEL = MOST_VECTORS * LANES;  // tokens side by side, at most
+
+// --- units -----------------------------------------------------------------------------
+
+inline int32_t bits_at(const void* unit) {
+  int32_t bits;
+  std::memcpy(&bits, unit, sizeof bits);
+  return bits;
+}
+
+// A number of a row in all lanes.
+inline Floats spread(const float* at) { return all(*at); }
+
+inline Floats spread(const bf16* at) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Else GCC takes the way through a register of whole numbers.
+  return (Floats)_mm256_slli_epi32(_mm256_set1_epi16(int16_t(at->bits)), 16);
+#else
+  return all(number(*at));
+#endif
+}
+
+// One number, in float32.
+template <typename T>
+struct Unit {
+  static constexpr int numbers = 1;
+  typedef Floats type;  // one a lane
+
+  static Ints read(const T* x) { return (Ints)load(x); }
+  static Ints make(Floats first, Floats) { return (Ints)first; }
+  static type of_row(const T* number) { return spread(number); }
+  static type of_token(const int32_t* unit) { return (Floats)(Ints{} + *unit); }
+  static Floats add(Floats sum, type a, type b) { return sum + a * b; }
+  // W vectors of a unit's rows.
+  template <int W>
+  static void read_rows(const T* one, const T*, type* of_rows) {
+    for (int w = 0; w < W; w++) of_rows[w] = load(one + w * LANES);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Two numbers, which one instruction multiplies and adds.
+template <>
+struct Unit<bf16> {
+  static constexpr int numbers = 2;
+  typedef __m512bh type;
+
+  static Ints read(const bf16* x) {
+    Ints units;
+    std::memcpy(&units, x, sizeof units);
+    return units;
+  }
+  static Ints make(Floats first, Floats second) {
+    const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)first);
+    const __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)second);
+    const Ints of_first = (Ints)_mm512_cvtepu16_epi32(low);
+    const Ints of_second = (Ints)_mm512_cvtepu16_epi32(high);
+    return of_first | (of_second << 16);
+  }
+  static type of_row(const bf16* numbers) {
+    return (__m512bh)_mm512_set1_epi32(bits_at(numbers));
+  }
+  static type of_token(const int32_t* unit) { return (__m512bh)_mm512_set1_epi32(*unit); }
+  static Floats add(Floats sum, type a, type b) { return Pack<bf16>::add(sum, a, b); }
+  // Two rows are woven into pairs, in the order of `place`.
+  template <int W>
+  static void read_rows(const bf16* one, const bf16* two, type* of_rows) {
+    for (int w = 0; w < W; w += 2) {
+      const __m512i first = _mm512_loadu_si512((const void*)(one + w * LANES));
+      const __m512i second = _mm512_loadu_si512((const void*)(two + w * LANES));
+      of_rows[w] = (__m512bh)_mm512_unpacklo_epi16(first, second);
+      of_rows[w + 1] = (__m512bh)_mm512_unpackhi_epi16(first, second);
+    }
+  }
+};
+#endif
+
+template <typename T>
+inline typename Unit<T>::type read_units(const int32_t* units) {
+  typename Unit<T>::type values;
+  std::memcpy(&values, units, sizeof values);
+  return values;
+}
+
+// --- panels ----------------------------------------------------------------------------
+
+// LANES rows of LANES units become columns.
+inline void transpose(Ints* rows) {
+  for (int i = 0; i < LANES; i++)
+    if (!(i & 1)) exchange<1>(rows[i], rows[i + 1]);
+  for (int i = 0; i < LANES; i++)
+    if (!(i & 2)) exchange<2>(rows[i], rows[i + 2]);
+  for (int i = 0; i < LANES; i++)
+    if (!(i & 4)) exchange<4>(rows[i], rows[i + 4]);
+#if defined(__AVX512F__)
+  for (int i = 0; i < 8; i++) exchange<8>(rows[i], rows[i + 8]);
+#endif
+}
+
+// The tokens x of `lanes` lanes, side by side. `length` is a whole number of vectors.
+template <typename T>
+void fill_panel(const T* const* x, int lanes, int64_t length, int32_t* panel_UL) {
+  constexpr int numbers = Unit<T>::numbers;
+  for (int lane = 0; lane < lanes; lane += LANES)
+    for (int64_t i = 0; i < length; i += LANES * numbers) {
+      Ints units[LANES];
+      for (int j = 0; j < LANES; j++) units[j] = Unit<T>::read(x[lane + j] + i);
+      transpose(units);
+      int32_t* to = panel_UL + i / numbers * lanes + lane;
+      for (int j = 0; j < LANES; j++)
+        std::memcpy(to + j * lanes, units + j, sizeof units[j]);
+    }
+}
+
+// products[r * PANEL + lane] = row r . the token of that lane. V vectors make a panel.
+template <int ROWS, int V, typename T>
+inline void panel_dots(const T* const* rows, const int32_t* panel_UL, int64_t length,
+                       float* products) {
+  typedef Unit<T> U;
+  Floats sums[ROWS * V] = {};
+  for (int64_t i = 0; i < length; i += U::numbers) {
+    typename U::type of_tokens[V];
+    for (int v = 0; v < V; v++) of_tokens[v] = read_units<T>(panel_UL + v * LANES);
+    for (int r = 0; r < ROWS; r++) {
+      const typename U::type of_row = U::of_row(rows[r] + i);
+      for (int v = 0; v < V; v++)
+        sums[r * V + v] = U::add(sums[r * V + v], of_row, of_tokens[v]);
+    }
+    panel_UL += V * LANES;
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < V; v++) store(products + r * PANEL + v * LANES, sums[r * V + v]);
+}
+
+// y of N tokens += h . rows, for W vectors of numbers from `i` on. `count` rows of `D`
+// numbers lie one after the other; h_UL has a unit of rows a line, PANEL lanes wide.
+template <int N, int W, typename T>
+inline void panel_add(const T* rows, int64_t D, int count, int64_t i, const int32_t* h_UL,
+                      float* const* y) {
+  typedef Unit<T> U;
+  Floats sums[N * W] = {};
+  for (int r = 0; r < count; r += U::numbers) {
+    const T* one = rows + r * D + i;
+    const T* two = r + 1 < count ? one + D : one;  // h has a zero there
+    typename U::type of_rows[W];
+    U::template read_rows<W>(one, two, of_rows);
+    for (int t = 0; t < N; t++) {
+      const typename U::type of_token = U::of_token(h_UL + t);
+      for (int w = 0; w < W; w++)
+        sums[t * W + w] = U::add(sums[t * W + w], of_token, of_rows[w]);
+    }
+    h_UL += PANEL;
+  }
+  for (int t = 0; t < N; t++)
+    for (int w = 0; w < W; w++) {
+      float* to = y[t] + i + w * LANES;
+      store(to, load(to) + sums[t * W + w]);
+    }
+}
+
+}  // namespace
