@@ -36,6 +36,7 @@ from moesaic.calibration.text import to_ids
 from moesaic.families import find_ffns
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.parts.assignment import balanced_assignment
+from moesaic.parts.products import widened_products
 
 CPU = torch.device("cpu")
 console = Console(width=110)
@@ -44,8 +45,9 @@ console = Console(width=110)
 def dense_pass(model: Any, windows_NL: torch.Tensor) -> float:
     stream = Stream(find_ffns(model), windows_NL, CPU)
     begun = time.perf_counter()
-    for layer in range(len(stream.ffns.layers)):
-        stream.advance(layer)
+    with widened_products(model.dtype):
+        for layer in range(len(stream.ffns.layers)):
+            stream.advance(layer)
     return time.perf_counter() - begun
 
 
@@ -53,8 +55,11 @@ def dense_pass(model: Any, windows_NL: torch.Tensor) -> float:
 def whole_pass(model: Any, windows_NL: torch.Tensor) -> float:
     """The model's own forward, logits and all, on as many tokens at once as the stream takes."""
     begun = time.perf_counter()
-    for ids_BL in windows_NL.split(max(1, BLOCK_TOKENS // windows_NL.shape[1])):
-        model(input_ids=ids_BL, use_cache=False)
+    with widened_products(model.dtype):
+        for ids_BL in windows_NL.split(
+            max(1, BLOCK_TOKENS // windows_NL.shape[1])
+        ):
+            model(input_ids=ids_BL, use_cache=False)
     return time.perf_counter() - begun
 
 

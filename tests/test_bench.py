@@ -302,8 +302,13 @@ def test_a_model_beside_itself(
 
 
 def test_models_timed_in_formats_of_their_own_are_told_apart(
-    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    here = sys.modules["moesaic.bench.bench"]  # by its name there is a function
+    monkeypatch.setattr(here, "is_emulated", lambda dtype: dtype == torch.bfloat16)
     halved = tmp_path / "halved"
     dense_model("llama").to(torch.bfloat16).save_pretrained(halved)
     tokenizer().save_pretrained(halved)
@@ -313,8 +318,10 @@ def test_models_timed_in_formats_of_their_own_are_told_apart(
     print_result(result)
     printed = " ".join(capsys.readouterr().out.split())
     assert "timed in float32, the other in bfloat16: --dtype" in printed
+    assert "no instructions for bfloat16" in printed
     same = bench(str(folder), against=str(halved), device="cpu", dtype="float32", **sizes)
     assert same["dtypes"] == ["float32", "float32"]
+    assert same["emulated"] == []
 
 
 @pytest.mark.parametrize(

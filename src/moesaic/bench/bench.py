@@ -23,11 +23,13 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import is_converted
 from moesaic.families.load import (
     choose_device,
+    choose_dtype,
     context_of,
     is_gguf,
     load_config,
     resolve,
 )
+from moesaic.parts.products import is_emulated
 
 ROUNDS = 5
 KINDS = ("prefill", "decode")
@@ -59,7 +61,8 @@ def bench(
     both are known. Memory is the most that a process held so far, in bytes, where the
     engine computes in it. A batch that stops the engine ends the run; the rows before it
     are kept, and `skipped` says why. `dtypes` are the number formats of both, None where
-    the engine decides: by `dtype` "auto" each model has its own.
+    the engine decides: by `dtype` "auto" each model has its own. `emulated` are those of
+    them that this processor multiplies many times slower than float32.
 
     Models are folders or hub ids, for llama.cpp GGUF files. Raises MoesaicError for an
     engine that is not installed, a model that it cannot run, and numbers that do not fit.
@@ -121,6 +124,7 @@ def bench(
                     row["floor"] = floor_of(ours, dense, regime, kind)
                 rows.append(row)
         about = [worker.about for worker in workers]
+    formats = [_format_of(config, dtype) for config in configs]
     return {
         "model": model,
         "against": against,
@@ -129,7 +133,8 @@ def bench(
         "device": about[0]["device"],
         "threads": threads,
         "dtype": dtype,
-        "dtypes": [_format_of(config, dtype) for config in configs],
+        "dtypes": formats,
+        "emulated": _emulated(formats, found, compute),
         "rounds": rounds,
         "rows": rows,
         "load_seconds": [one["load_seconds"] for one in about],
@@ -189,6 +194,16 @@ def _format_of(config: Any, dtype: str) -> str | None:
         return dtype
     own = config.get_text_config().dtype
     return str(own).removeprefix("torch.")
+
+
+def _emulated(
+    formats: list[str | None], engine: Engine, device: str
+) -> list[str]:
+    """Those that torch computes without the processor's own instructions."""
+    if engine.name != "transformers" or device != "cpu":
+        return []
+    named = {name for name in formats if name is not None}
+    return sorted(name for name in named if is_emulated(choose_dtype(name)))
 
 
 def _check_code(

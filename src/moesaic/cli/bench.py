@@ -145,6 +145,13 @@ def print_result(result: dict[str, Any]) -> None:
             markup=False,
             highlight=False,
         )
+    for name in result["emulated"]:
+        out.print(
+            f"this processor has no instructions for {name}, and torch is many times "
+            "slower in it than in float32; see what --dtype float32 says",
+            markup=False,
+            highlight=False,
+        )
     _print_memory(result)
     for line in result["skipped"]:
         out.print(f"not timed: {line}", markup=False, highlight=False)

@@ -27,6 +27,8 @@ constexpr int64_t CHUNK = 512;     // of y that stays in the first cache meanwhi
 constexpr int64_t CACHE = 400000;  // bytes of weights that stay in the second cache
 constexpr int PANEL_GROUP = 128;   // neurons whose h are made before panels use them
 constexpr int64_t TOGETHER = 256;  // tokens in panels that share weights in a cache
+constexpr int MOST_ROWS = 2 * PANEL_GROUP;
+constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
 constexpr int64_t SPLIT_TOKENS = 64;  // of each thread, from where threads share tokens out
 
@@ -44,6 +46,68 @@ struct Expert {
   const T* up_MD;
   const T* down_MD;
   int64_t used;  // neurons that are not there to fill up
+};
+
+// Some tokens of one expert, side by side.
+template <typename T>
+struct Panels {
+  int count = 0;  // panels
+  int of_tokens = 0;
+  int64_t units = 0;  // of a token
+  std::vector<int32_t> x_UL;
+  std::vector<float> nobody;  // y of lanes without a token
+  float gate_L[TOGETHER];
+  float* y_L[TOGETHER];
+
+  void fill(const T* x_TD, int64_t D, const Pair* pairs, int tokens_there, float* y_TD) {
+    of_tokens = tokens_there;
+    count = (of_tokens + PANEL - 1) / PANEL;
+    units = D / Unit<T>::numbers;
+    x_UL.resize(units * TOGETHER);
+    nobody.resize(D);
+    const T* x_L[TOGETHER];
+    for (int t = 0; t < TOGETHER; t++) {
+      const bool is_there = t < of_tokens;
+      const Pair& pair = pairs[is_there ? t : of_tokens - 1];
+      x_L[t] = x_TD + pair.token * D;
+      y_L[t] = is_there ? y_TD + pair.token * D : nobody.data();
+      gate_L[t] = is_there ? pair.gate : 0;
+    }
+    for (int p = 0; p < count; p++)
+      fill_panel(x_L + p * PANEL, vectors(p) * LANES, D, x_UL.data() + p * PANEL * units);
+  }
+
+  int tokens(int p) const { return std::min(PANEL, of_tokens - p * PANEL); }
+  int vectors(int p) const { return (tokens(p) + LANES - 1) / LANES; }
+  const int32_t* x(int p) const { return x_UL.data() + p * PANEL * units; }
+  const float* gate(int p) const { return gate_L + p * PANEL; }
+  float* const* y(int p) const { return y_L + p * PANEL; }
+
+  // Calls `run` with a panel's number of vectors as a constant.
+  template <typename F>
+  void with_vectors(int p, F run) const {
+    switch (vectors(p)) {
+#if defined(__AVX512F__)
+      case 4: return run(std::integral_constant<int, 4>());
+      case 3: return run(std::integral_constant<int, 3>());
+#endif
+      case 2: return run(std::integral_constant<int, 2>());
+      case 1: return run(std::integral_constant<int, 1>());
+    }
+  }
+};
+
+// What a thread keeps of panels: copies of rows, products with them, and h as units.
+struct Scratch {
+  std::vector<int32_t> rows, h;
+  std::vector<float> products;
+
+  Scratch()
+      : rows(MOST_ROWS * SLICE),  // or a piece of each row of W_down, which is less
+        h(MOST_PANELS * PANEL_GROUP * PANEL),
+        products(MOST_PANELS * MOST_ROWS * PANEL) {}
+  float* products_of(int panel) { return products.data() + panel * MOST_ROWS * PANEL; }
+  int32_t* h_of(int panel) { return h.data() + panel * PANEL_GROUP * PANEL; }
 };
 
 template <typename T>
@@ -122,101 +186,130 @@ struct Experts {
     }
   }
 
-  // h of neurons [from, to), times the gates of their tokens, as units.
-  template <int V>
-  void panel_neurons(const Expert<T>& expert, int64_t from, int64_t to,
-                     const int32_t* x_UL, const float* gate_L, int32_t* h_UL) const {
-    constexpr int ROWS = rows_beside(V);
-    constexpr int MOST = 2 * GROUP + ROWS;
-    const T* rows[MOST];
-    float products[MOST * PANEL];
-    for (int64_t start = from; start < to; start += GROUP) {
-      const int count = int(std::min<int64_t>(GROUP, to - start));
-      const int needed = gated ? 2 * count : count;
-      for (int m = 0; m < count; m++) {
-        rows[m] = expert.up_MD + (start + m) * D;
-        if (gated) rows[count + m] = expert.gate_MD + (start + m) * D;
-      }
-      for (int r = 0; r < ROWS; r++) rows[needed + r] = rows[needed - 1];
-      for (int r = 0; r < needed; r += ROWS)
-        panel_dots<ROWS, V>(rows + r, x_UL, D, products + r * PANEL);
-      const auto h_of = [&](int m, int lane) {
-        if (m >= count) return all(0.0f);
-        const Floats up = load(products + m * PANEL + lane);
-        const float* gate = products + (count + m) * PANEL + lane;
-        const Floats made =
-            gated ? activated(load(gate), activation) * up : activated(up, activation);
-        return made * load(gate_L + lane);
-      };
-      for (int m = 0; m < count; m += Unit<T>::numbers) {
-        for (int lane = 0; lane < V * LANES; lane += LANES) {
-          const Ints units = Unit<T>::make(h_of(m, lane), h_of(m + 1, lane));
-          std::memcpy(h_UL + lane, &units, sizeof units);
-        }
-        h_UL += PANEL;
-      }
+  // Neurons [from, to) of one expert, for the tokens of some panels.
+  void run_panels(const Expert<T>& expert, int64_t from, int64_t to, const Panels<T>& panels,
+                  Scratch& scratch) const {
+    const int count = int(to - from);
+    multiply(expert, from, count, panels, scratch);
+    for (int p = 0; p < panels.count; p++) make_units(count, panels, p, scratch);
+    const T* down_MD = expert.down_MD + from * D;
+    if (pays_to_copy(panels)) {
+      for_each_piece(D, [&](auto vectors, int64_t i) {
+        constexpr int W = decltype(vectors)::value;
+        copy_outputs<W, T>(down_MD + i, D, count, scratch.rows.data());
+        for (int p = 0; p < panels.count; p++)
+          add_outputs<W>(scratch.rows.data(), W * LANES, count, i, panels, p, scratch);
+      });
+    } else {
+      for (int p = 0; p < panels.count; p++)
+        for_each_piece(D, [&](auto vectors, int64_t i) {
+          constexpr int W = decltype(vectors)::value;
+          add_outputs<W>(down_MD + i, D, count, i, panels, p, scratch);
+        });
     }
   }
 
-  // Tokens side by side, and neurons [from, to) of their expert.
-  template <int V>
-  void panel(const Expert<T>& expert, int64_t from, int64_t to, const int32_t* x_UL,
-             const float* gate_L, float* const* y, int count) const {
-    int32_t h_UL[PANEL_GROUP / Unit<T>::numbers * PANEL];
-    panel_neurons<V>(expert, from, to, x_UL, gate_L, h_UL);
-    constexpr int N = PANEL_TOKENS;
-    const T* rows = expert.down_MD + from * D;
-    const int neurons = int(to - from);
+  // Calls `run` with the vectors of every piece of a row, as a constant, and where it begins.
+  template <typename F>
+  static void for_each_piece(int64_t D, F run) {
     int64_t i = 0;
     for (; i + WIDE * LANES <= D; i += WIDE * LANES)
-      for (int t = 0; t < count; t += N)
-        panel_add<N, WIDE>(rows, D, neurons, i, h_UL + t, y + t);
-    for (; i < D; i += REST * LANES)
-      for (int t = 0; t < count; t += N)
-        panel_add<N, REST>(rows, D, neurons, i, h_UL + t, y + t);
+      run(std::integral_constant<int, WIDE>(), i);
+    for (; i < D; i += REST * LANES) run(std::integral_constant<int, REST>(), i);
   }
 
-  // Neurons [from, to) of one expert, for at most TOGETHER of its tokens.
-  void run_together(const Expert<T>& expert, int64_t from, int64_t to, const Pair* pairs,
-                    int64_t count, float* y_TD) const {
+  // Whether rows are copied for these tokens: where they are widened, which once is enough.
+  bool pays_to_copy(const Panels<T>& panels) const {
+    const bool are_widened = sizeof(T) < 4 && Unit<T>::numbers == 1;
+    return are_widened && panels.of_tokens >= 64;
+  }
+
+  // Products of the rows of W_up, and after them of W_gate, with all panels.
+  void multiply(const Expert<T>& expert, int64_t from, int count, const Panels<T>& panels,
+                Scratch& scratch) const {
+    const bool copied = pays_to_copy(panels);
     const int64_t units = D / Unit<T>::numbers;
-    static thread_local std::vector<int32_t> panels;
-    static thread_local std::vector<float> nobody;  // y of lanes without a token
-    panels.resize(units * TOGETHER);
-    nobody.resize(D);
-    float gate_L[TOGETHER] = {};
-    float* y[TOGETHER];
-    const T* x[TOGETHER];
-    for (int64_t t = 0; t < TOGETHER; t++) {
-      const Pair& pair = pairs[std::min(t, count - 1)];
-      x[t] = x_TD + pair.token * D;
-      y[t] = t < count ? y_TD + pair.token * D : nobody.data();
-      if (t < count) gate_L[t] = pair.gate;
+    const int64_t slice = copied ? SLICE : units;
+    int32_t* copies = scratch.rows.data();
+    for (int64_t u = 0; u < units; u += slice) {
+      const int64_t length = std::min(slice, units - u);
+      const T* up = expert.up_MD + from * D + u * Unit<T>::numbers;
+      const T* gate = gated ? expert.gate_MD + from * D + u * Unit<T>::numbers : nullptr;
+      if (copied) copy_slice(up, length, count, copies);
+      if (copied && gated) copy_slice(gate, length, count, copies + count * SLICE);
+      for (int p = 0; p < panels.count; p++)
+        panels.with_vectors(p, [&](auto vectors) {
+          constexpr int V = decltype(vectors)::value;
+          const int32_t* x_UL = panels.x(p) + u * V * LANES;
+          float* products = scratch.products_of(p);
+          const auto run = [&](const auto* rows, int64_t apart, float* to) {
+            rows_by_panel<V>(rows, apart, count, x_UL, length, u == 0, to);
+          };
+          if (copied) {
+            run(copies, SLICE, products);
+            if (gated) run(copies + count * SLICE, SLICE, products + count * PANEL);
+          } else {
+            run(up, D, products);
+            if (gated) run(gate, D, products + count * PANEL);
+          }
+        });
     }
-    const auto tokens_of = [&](int64_t begin) {
-      return int(std::min<int64_t>(PANEL, count - begin));
-    };
-    const auto vectors_of = [&](int64_t begin) {
-      return (tokens_of(begin) + LANES - 1) / LANES;
-    };
-    for (int64_t begin = 0; begin < count; begin += PANEL)
-      fill_panel(x + begin, vectors_of(begin) * LANES, D, panels.data() + begin * units);
-    for (int64_t start = from; start < to; start += PANEL_GROUP) {
-      const int64_t end = std::min<int64_t>(start + PANEL_GROUP, to);
-      for (int64_t begin = 0; begin < count; begin += PANEL) {
-        const auto run_panel = [&](auto vectors) {
-          constexpr int V = std::min(decltype(vectors)::value, MOST_VECTORS);
-          panel<V>(expert, start, end, panels.data() + begin * units, gate_L + begin,
-                   y + begin, tokens_of(begin));
-        };
-        switch (vectors_of(begin)) {
-          case 4: run_panel(std::integral_constant<int, 4>()); break;
-          case 3: run_panel(std::integral_constant<int, 3>()); break;
-          case 2: run_panel(std::integral_constant<int, 2>()); break;
-          case 1: run_panel(std::integral_constant<int, 1>()); break;
-        }
+  }
+
+  template <int V, typename R>
+  void rows_by_panel(const R* rows, int64_t apart, int count, const int32_t* x_UL,
+                     int64_t length, bool are_first, float* products) const {
+    constexpr int ROWS = rows_beside(V);
+    int r = 0;
+    for (; r + ROWS <= count; r += ROWS)
+      panel_dots<ROWS, V, T>(rows + r * apart, apart, x_UL, length, are_first,
+                             products + r * PANEL);
+    for (; r + 2 <= count; r += 2)
+      panel_dots<2, V, T>(rows + r * apart, apart, x_UL, length, are_first,
+                          products + r * PANEL);
+    if (r < count)
+      panel_dots<1, V, T>(rows + r * apart, apart, x_UL, length, are_first,
+                          products + r * PANEL);
+  }
+
+  // Units of rows, SLICE apart.
+  void copy_slice(const T* rows, int64_t length, int count, int32_t* to) const {
+    for (int m = 0; m < count; m++)
+      for (int64_t v = 0; v < length; v += LANES) {
+        const Ints units = Unit<T>::read(rows + m * D + v * Unit<T>::numbers);
+        std::memcpy(to + m * SLICE + v, &units, sizeof units);
       }
+  }
+
+  // h of `count` neurons for a panel's tokens, times their gates, as units.
+  void make_units(int count, const Panels<T>& panels, int p, Scratch& scratch) const {
+    const float* products = scratch.products_of(p);
+    const float* gate_L = panels.gate(p);
+    int32_t* h_UL = scratch.h_of(p);
+    const auto h_of = [&](int m, int lane) {
+      if (m >= count) return all(0.0f);
+      const Floats up = load(products + m * PANEL + lane);
+      const float* gate = products + (count + m) * PANEL + lane;
+      const Floats made =
+          gated ? activated(load(gate), activation) * up : activated(up, activation);
+      return made * load(gate_L + lane);
+    };
+    for (int m = 0; m < count; m += Unit<T>::numbers) {
+      for (int lane = 0; lane < panels.vectors(p) * LANES; lane += LANES) {
+        const Ints units = Unit<T>::make(h_of(m, lane), h_of(m + 1, lane));
+        std::memcpy(h_UL + lane, &units, sizeof units);
+      }
+      h_UL += PANEL;
     }
+  }
+
+  // y of a panel's tokens += h . W_down, for W vectors of outputs from `i` on.
+  template <int W, typename R>
+  void add_outputs(const R* rows, int64_t apart, int count, int64_t i, const Panels<T>& panels,
+                   int p, Scratch& scratch) const {
+    for (int t = 0; t < panels.tokens(p); t += PANEL_TOKENS)
+      panel_add<PANEL_TOKENS, W, T>(rows, apart, count, scratch.h_of(p) + t, panels.y(p) + t,
+                                    i);
   }
 
   // How many of an expert's tokens run as panels: all but a few that would leave most of a
@@ -232,8 +325,13 @@ struct Experts {
            float* y_TD) const {
     const Expert<T> expert = of(number);
     const int64_t many = in_panels(count);
-    for (int64_t first = 0; first < many; first += TOGETHER)
-      run_together(expert, from, to, pairs + first, std::min(TOGETHER, many - first), y_TD);
+    static thread_local Scratch scratch;
+    static thread_local Panels<T> panels;
+    for (int64_t first = 0; first < many; first += TOGETHER) {
+      panels.fill(x_TD, D, pairs + first, int(std::min(TOGETHER, many - first)), y_TD);
+      for (int64_t start = from; start < to; start += PANEL_GROUP)
+        run_panels(expert, start, std::min<int64_t>(start + PANEL_GROUP, to), panels, scratch);
+    }
     pairs += many;
     count -= many;
     const int64_t of_neuron = (gated ? 3 : 2) * D * int64_t(sizeof(T));

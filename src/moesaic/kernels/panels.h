@@ -10,9 +10,14 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace {
+
+// Within others GCC spreads their sums over the stack.
+#define ALONE __attribute__((noinline))
 
 // What stays in registers: sums of ROWS rows by V vectors of tokens (`rows_beside`), and
 // of PANEL_TOKENS tokens by WIDE vectors of outputs, or by REST of them at a row's end.
@@ -28,17 +33,12 @@ constexpr int REST = 1;
 constexpr int rows_beside(int vectors) { return vectors == 2 ? 6 : 12; }
 #endif
 constexpr int PANEL_TOKENS = 4;
+constexpr int SLICE = 320;  // units of rows and panels that stay in caches
 constexpr int PANEL = MOST_VECTORS * LANES;  // tokens side by side, at most
 
 // --- units -----------------------------------------------------------------------------
 
-inline int32_t bits_at(const void* unit) {
-  int32_t bits;
-  std::memcpy(&bits, unit, sizeof bits);
-  return bits;
-}
-
-// A number of a row in all lanes.
+// A number in all lanes.
 inline Floats spread(const float* at) { return all(*at); }
 
 inline Floats spread(const bf16* at) {
@@ -56,10 +56,10 @@ struct Unit {
   static constexpr int numbers = 1;
   typedef Floats type;  // one a lane
 
-  static Ints read(const T* x) { return (Ints)load(x); }
+  static Ints read(const T* numbers) { return (Ints)load(numbers); }
   static Ints make(Floats first, Floats) { return (Ints)first; }
-  static type of_row(const T* number) { return spread(number); }
-  static type of_token(const int32_t* unit) { return (Floats)(Ints{} + *unit); }
+  static type all_lanes(const int32_t* unit) { return (Floats)(Ints{} + *unit); }
+  static type all_lanes(const T* at) { return spread(at); }
   static Floats add(Floats sum, type a, type b) { return sum + a * b; }
   // W vectors of a unit's rows.
   template <int W>
@@ -75,9 +75,9 @@ struct Unit<bf16> {
   static constexpr int numbers = 2;
   typedef __m512bh type;
 
-  static Ints read(const bf16* x) {
+  static Ints read(const bf16* numbers_there) {
     Ints units;
-    std::memcpy(&units, x, sizeof units);
+    std::memcpy(&units, numbers_there, sizeof units);
     return units;
   }
   static Ints make(Floats first, Floats second) {
@@ -87,10 +87,12 @@ struct Unit<bf16> {
     const Ints of_second = (Ints)_mm512_cvtepu16_epi32(high);
     return of_first | (of_second << 16);
   }
-  static type of_row(const bf16* numbers) {
-    return (__m512bh)_mm512_set1_epi32(bits_at(numbers));
+  static type all_lanes(const int32_t* unit) { return (__m512bh)_mm512_set1_epi32(*unit); }
+  static type all_lanes(const bf16* two) {
+    int32_t unit;
+    std::memcpy(&unit, two, sizeof unit);
+    return all_lanes(&unit);
   }
-  static type of_token(const int32_t* unit) { return (__m512bh)_mm512_set1_epi32(*unit); }
   static Floats add(Floats sum, type a, type b) { return Pack<bf16>::add(sum, a, b); }
   // Two rows are woven into pairs, in the order of `place`.
   template <int W>
@@ -142,17 +144,25 @@ void fill_panel(const T* const* x, int lanes, int64_t length, int32_t* panel_UL)
     }
 }
 
-// products[r * PANEL + lane] = row r . the token of that lane. V vectors make a panel.
-template <int ROWS, int V, typename T>
-inline void panel_dots(const T* const* rows, const int32_t* panel_UL, int64_t length,
-                       float* products) {
+// products[r * PANEL + lane] = row r . the token of that lane, over `units`; added to what
+// is there unless these are the first. Rows are numbers, or units that were copied, so many
+// `apart`. V vectors make a panel.
+template <int ROWS, int V, typename T, typename R>
+ALONE void panel_dots(const R* rows, int64_t apart, const int32_t* panel_UL, int64_t units,
+                       bool are_first, float* products) {
   typedef Unit<T> U;
+  constexpr int numbers = std::is_same<R, T>::value ? U::numbers : 1;
+  const R* row[ROWS];
+  for (int r = 0; r < ROWS; r++) row[r] = rows + r * apart;
   Floats sums[ROWS * V] = {};
-  for (int64_t i = 0; i < length; i += U::numbers) {
+  if (!are_first)
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < V; v++) sums[r * V + v] = load(products + r * PANEL + v * LANES);
+  for (int64_t i = 0; i < units * numbers; i += numbers) {
     typename U::type of_tokens[V];
     for (int v = 0; v < V; v++) of_tokens[v] = read_units<T>(panel_UL + v * LANES);
     for (int r = 0; r < ROWS; r++) {
-      const typename U::type of_row = U::of_row(rows[r] + i);
+      const typename U::type of_row = U::all_lanes(row[r] + i);
       for (int v = 0; v < V; v++)
         sums[r * V + v] = U::add(sums[r * V + v], of_row, of_tokens[v]);
     }
@@ -162,23 +172,48 @@ inline void panel_dots(const T* const* rows, const int32_t* panel_UL, int64_t le
     for (int v = 0; v < V; v++) store(products + r * PANEL + v * LANES, sums[r * V + v]);
 }
 
-// y of N tokens += h . rows, for W vectors of numbers from `i` on. `count` rows of `D`
-// numbers lie one after the other; h_UL has a unit of rows a line, PANEL lanes wide.
-template <int N, int W, typename T>
-inline void panel_add(const T* rows, int64_t D, int count, int64_t i, const int32_t* h_UL,
-                      float* const* y) {
+// W vectors of numbers of one unit of rows: from the rows, or from units that were copied.
+template <int W, typename T>
+inline void read_outputs(const T* rows, int64_t apart, bool has_second,
+                         typename Unit<T>::type* of_rows) {
+  // Where there is no second row, h has a zero.
+  Unit<T>::template read_rows<W>(rows, has_second ? rows + apart : rows, of_rows);
+}
+
+template <int W, typename T>
+inline void read_outputs(const int32_t* units, int64_t, bool,
+                         typename Unit<T>::type* of_rows) {
+  for (int w = 0; w < W; w++) of_rows[w] = read_units<T>(units + w * LANES);
+}
+
+// The same of `count` rows, one unit after the other.
+template <int W, typename T>
+inline void copy_outputs(const T* rows, int64_t apart, int count, int32_t* units_UW) {
+  for (int r = 0; r < count; r += Unit<T>::numbers) {
+    typename Unit<T>::type of_rows[W];
+    read_outputs<W, T>(rows + r * apart, apart, r + 1 < count, of_rows);
+    std::memcpy(units_UW, of_rows, sizeof of_rows);
+    units_UW += W * LANES;
+  }
+}
+
+// y of N tokens += h . `count` rows, for W vectors of numbers from `i` on. h_UL has a unit a
+// line, PANEL lanes wide. Units of rows are so many `apart`.
+template <int N, int W, typename T, typename R>
+ALONE void panel_add(const R* rows, int64_t apart, int count, const int32_t* h_UL,
+                      float* const* y, int64_t i) {
   typedef Unit<T> U;
+  constexpr int numbers = std::is_same<R, T>::value ? U::numbers : 1;
   Floats sums[N * W] = {};
   for (int r = 0; r < count; r += U::numbers) {
-    const T* one = rows + r * D + i;
-    const T* two = r + 1 < count ? one + D : one;  // h has a zero there
     typename U::type of_rows[W];
-    U::template read_rows<W>(one, two, of_rows);
+    read_outputs<W, T>(rows, apart, r + 1 < count, of_rows);
     for (int t = 0; t < N; t++) {
-      const typename U::type of_token = U::of_token(h_UL + t);
+      const typename U::type of_token = U::all_lanes(h_UL + t);
       for (int w = 0; w < W; w++)
         sums[t * W + w] = U::add(sums[t * W + w], of_token, of_rows[w]);
     }
+    rows += numbers * apart;
     h_UL += PANEL;
   }
   for (int t = 0; t < N; t++)
