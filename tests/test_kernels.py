@@ -140,6 +140,21 @@ def test_many_tokens_side_by_side(hidden: int, count: int, dtype: torch.dtype, g
     assert (error_T < bound * expected.norm(dim=1)).all()
 
 
+@pytest.mark.parametrize(
+    ("capability", "count", "takes"),
+    [("AVX2", 63, True), ("AVX2", 64, False), ("AVX512", 64, True)],
+)
+def test_large_experts_on_avx2_are_left_to_mkl(
+    monkeypatch: pytest.MonkeyPatch, capability: str, count: int, takes: bool
+) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    experts = block_of((0, 1024, 2, 1, 1024)).experts
+    assert fits(experts, torch.randn(count, 1024)) == takes
+    small = block_of((0, 12, 2, 1, 1024)).experts
+    assert fits(small, torch.randn(count, 1024))
+    assert fits(experts.bfloat16(), torch.randn(count, 1024).bfloat16())
+
+
 def test_products_that_are_widened_leave_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moesaic.parts.products.is_emulated", lambda dtype: True)
     block = block_of((13, 12, 9, 4, 64), torch.bfloat16)

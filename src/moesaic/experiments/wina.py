@@ -58,7 +58,7 @@ def run(study: Study) -> Table:
     notes = [
         "training-free; WINA skips inputs of attention and of what is shared, and leaves "
         "routed experts whole (docs/deviations.md)",
-        "tokens/s: on a CPU with AVX-512 a kernel of ours skips the inputs that WINA does "
+        "tokens/s: on a CPU with AVX2 or AVX-512 a kernel of ours skips the inputs that WINA does "
         "not read; elsewhere all are read, and choosing them comes on top",
     ]
     return Table(COLUMNS, rows, notes)

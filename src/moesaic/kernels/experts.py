@@ -36,6 +36,8 @@ from moesaic.kernels.neurons import copy_weight, neurons_forward
 
 NAME = "moesaic"
 FEW_TOKENS = 4  # on a GPU: each reads its experts for itself
+LARGE = 2**20  # weights of an expert's matrix, and tokens, from which MKL
+MANY_TOKENS = 64  # is faster on a processor with AVX2
 FUNCTIONS = {
     torch.float32: "moesaic_experts_float32",
     torch.bfloat16: "moesaic_experts_bfloat16",
@@ -132,7 +134,21 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
         return False
     if x_TD.device.type != "cpu" or not _is_usual(experts, x_TD):
         return False
+    if _is_grouped_faster(experts, x_TD):
+        return False
     return library() is not None
+
+
+def _is_grouped_faster(experts: Any, x_TD: Tensor) -> bool:
+    """Large experts in float32, many tokens, and registers of eight numbers.
+
+    The kernel's panels are sixteen tokens wide there, and MKL's blocks are larger.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return False
+    weights = experts.down_proj[0].numel()
+    is_large = weights >= LARGE and len(x_TD) >= MANY_TOKENS
+    return is_large and x_TD.dtype == torch.float32
 
 
 def _on_gpu(
