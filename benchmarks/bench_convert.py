@@ -45,7 +45,7 @@ console = Console(width=110)
 def dense_pass(model: Any, windows_NL: torch.Tensor) -> float:
     stream = Stream(find_ffns(model), windows_NL, CPU)
     begun = time.perf_counter()
-    with widened_products(model.dtype):
+    with widened_products(model.dtype, CPU):
         for layer in range(len(stream.ffns.layers)):
             stream.advance(layer)
     return time.perf_counter() - begun
@@ -55,7 +55,7 @@ def dense_pass(model: Any, windows_NL: torch.Tensor) -> float:
 def whole_pass(model: Any, windows_NL: torch.Tensor) -> float:
     """The model's own forward, logits and all, on as many tokens at once as the stream takes."""
     begun = time.perf_counter()
-    with widened_products(model.dtype):
+    with widened_products(model.dtype, CPU):
         for ids_BL in windows_NL.split(
             max(1, BLOCK_TOKENS // windows_NL.shape[1])
         ):

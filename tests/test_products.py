@@ -14,7 +14,14 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.parts import products
-from moesaic.parts.products import is_emulated, products_of, widened_products
+from moesaic.parts.products import (
+    emulated_products,
+    is_emulated,
+    products_of,
+    widened_products,
+)
+
+CPU = torch.device("cpu")
 
 
 def precisions() -> tuple[str, str]:
@@ -105,7 +112,7 @@ def test_short_products_are_made_in_float32_and_rounded(
     weight_ND = random(48, 64, dtype=dtype)
     bias_N = random(48, dtype=dtype)
     batch = random(3, 40, 64, dtype=dtype)
-    with Dtypes() as asked, widened_products(dtype):
+    with Dtypes() as asked, widened_products(dtype, CPU):
         found = [
             x_TD @ weight_ND.T,
             linear(x_TD, weight_ND, bias_N),
@@ -126,7 +133,7 @@ def test_in_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     x_TD = random(40, 64)
     weight_ND = random(48, 64)
-    with torch.inference_mode(), widened_products(torch.bfloat16):
+    with torch.inference_mode(), widened_products(torch.bfloat16, CPU):
         found = linear(x_TD, weight_ND)
     assert torch.equal(found, linear(x_TD.float(), weight_ND.float()).bfloat16())
 
@@ -136,7 +143,7 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TD = random(64, 32)
     weight_GDN = random(2, 32, 48)
     ends_G = torch.tensor([24, 64], dtype=torch.int32)
-    with Dtypes() as asked, widened_products(torch.bfloat16):
+    with Dtypes() as asked, widened_products(torch.bfloat16, CPU):
         found = torch._grouped_mm(x_TD, weight_GDN, ends_G)
     first = x_TD[:24].float() @ weight_GDN[0].float()
     second = x_TD[24:].float() @ weight_GDN[1].float()
@@ -149,7 +156,7 @@ def test_gradients_are_those_of_the_same_products(monkeypatch: pytest.MonkeyPatc
     x_TD = random(40, 64)
     weight_ND = random(48, 64).requires_grad_()
     slope_TN = random(40, 48)
-    with Dtypes() as asked, widened_products(torch.bfloat16):
+    with Dtypes() as asked, widened_products(torch.bfloat16, CPU):
         linear(x_TD, weight_ND).backward(slope_TN)
     assert weight_ND.grad is not None
     assert weight_ND.grad.dtype == torch.bfloat16
@@ -161,7 +168,7 @@ def test_gradients_are_those_of_the_same_products(monkeypatch: pytest.MonkeyPatc
 def test_few_rows_and_other_formats_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     weight_ND = random(48, 64)
-    with Dtypes() as asked, widened_products(torch.bfloat16):
+    with Dtypes() as asked, widened_products(torch.bfloat16, CPU):
         linear(random(31, 64), weight_ND)
         linear(random(40, 64).half(), weight_ND.half())
     assert asked.seen == [torch.bfloat16, torch.float16]
@@ -169,9 +176,9 @@ def test_few_rows_and_other_formats_stay(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_one_within_another_widens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
-    with widened_products(torch.bfloat16), Dtypes():
+    with widened_products(torch.bfloat16, CPU), Dtypes():
         before = len(products.dispatch._get_current_dispatch_mode_stack())
-        with widened_products(torch.bfloat16):
+        with widened_products(torch.bfloat16, CPU):
             assert len(products.dispatch._get_current_dispatch_mode_stack()) == before
 
 
@@ -182,8 +189,52 @@ def test_a_processor_that_has_the_instructions_is_left_alone(
     assert not is_emulated(torch.bfloat16)
     assert is_emulated(torch.float16)
     assert not is_emulated(torch.float32)
-    with Dtypes() as asked, widened_products(torch.bfloat16):
+    with Dtypes() as asked, widened_products(torch.bfloat16, CPU):
         random(40, 64) @ random(64, 48)
     assert asked.seen == [torch.bfloat16]
     monkeypatch.setattr(products.platform, "machine", lambda: "aarch64")
     assert not is_emulated(torch.float16)
+
+
+def test_nothing_stands_in_the_way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    with widened_products(torch.bfloat16, torch.device("cuda")):
+        assert not products.dispatch._get_current_dispatch_mode_stack()
+
+
+def test_what_is_timed_is_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    with Dtypes(), widened_products(torch.bfloat16, CPU), emulated_products():
+        assert not products.dispatch._get_current_dispatch_mode_stack()
+
+
+def test_an_older_torch_emulates_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not is_emulated(torch.bfloat16)
+
+
+def test_a_format_within_another_is_widened_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    half = random(40, 64, dtype=torch.float16)
+    with (
+        Dtypes() as asked,
+        widened_products(torch.bfloat16, CPU),
+        widened_products(torch.float16, CPU),
+    ):
+        random(40, 64) @ random(64, 48)
+        half @ half.T
+    assert asked.seen == [torch.float32] * 2
+
+
+def test_what_torch_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    x_TD = random(40, 64)
+    weight_ND = random(48, 64)
+    with widened_products(torch.bfloat16, CPU):
+        with pytest.raises(RuntimeError, match="dtype"):
+            linear(x_TD, weight_ND, random(48).float())
+        ends_G = torch.tensor([24, 40], dtype=torch.int32)
+        stacked = random(2, 64, 48)
+        found = torch._grouped_mm(x_TD, stacked, ends_G, out_dtype=torch.bfloat16)
+    assert found.dtype == torch.bfloat16

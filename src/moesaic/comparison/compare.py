@@ -187,7 +187,7 @@ def run_comparison(
     planned = make_entries(options, config)
     tokens = _read_tokens(options, planned.entries, config)
     dense = load_model(options.model, options.dtype, trust, device)
-    with widened_products(dense.dtype):
+    with widened_products(dense.dtype, device):
         return _compared(
             options, device, tuning, planned, tokens, dense, progress
         )

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.parts.products import emulated_products
+
 PROMPT_TOKENS = 32
 NEW_TOKENS = 32
 ROUNDS = 5
@@ -43,14 +45,16 @@ def speed_over_dense(
     """Tokens per second over the dense model's: medians of alternating rounds.
 
     A first round of each warms up. `ids_L` are cut to a prompt and some tokens more.
+    Products are what they are where the models are used.
     """
     ids_L = ids_L[: PROMPT_TOKENS + NEW_TOKENS]
     prompt = len(ids_L) // 2
     dense_seconds = []
     our_seconds = []
     for number in range(rounds + 1):
-        of_dense = decode_seconds(dense, ids_L, prompt)
-        ours = decode_seconds(converted, ids_L, prompt)
+        with emulated_products():
+            of_dense = decode_seconds(dense, ids_L, prompt)
+            ours = decode_seconds(converted, ids_L, prompt)
         if number > 0:
             dense_seconds.append(of_dense)
             our_seconds.append(ours)

@@ -80,7 +80,7 @@ def convert_prepared(prepared: Prepared) -> tuple[Any, ConversionReport]:
     device = _device_of(options)
     share = share_of_launch(device)
     dense = _load(options, device)
-    with widened_products(dense.dtype):
+    with widened_products(dense.dtype, device):
         conversion = _begin(prepared, dense, device, share)
         if conversion.share.processes > 1:
             conversion.share.check_same(conversion.identity())

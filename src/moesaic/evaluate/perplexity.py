@@ -63,7 +63,10 @@ def perplexity(
     batches = list(_windows(ids, sequence_length))
     for ids_BL in batches[share.own(len(batches))]:
         inputs_BL = ids_BL.to(embeddings.device)
-        with widened_products(embeddings.dtype), chosen_for_each_token(model):
+        with (
+            widened_products(embeddings.dtype, embeddings.device),
+            chosen_for_each_token(model),
+        ):
             logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
         for chunk_loss in _losses(logits_BLV, ids_BL):
             loss += chunk_loss

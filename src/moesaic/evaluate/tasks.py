@@ -128,7 +128,7 @@ def evaluate_tasks(
             lm = Model(
                 name, loaded, tokenizers[name], contexts[name], batch_size
             )
-            with widened_products(loaded.dtype):
+            with widened_products(loaded.dtype, loaded.device):
                 rows, scores_by_task = ask_all(lm, asked, voting)
             scores.append(scores_by_task)
             about = {

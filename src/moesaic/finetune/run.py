@@ -147,7 +147,7 @@ def run(
     inputs = prepare(options, text)
     student = load_student(inputs)
     teacher = load_teacher(inputs, student)
-    with widened_products(student.dtype):
+    with widened_products(student.dtype, student.device):
         return _run(inputs, student, teacher, started)
 
 

@@ -34,7 +34,6 @@ from moesaic.finetune.masked import masked
 from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.steps import EachStep
 from moesaic.output.draft import UnfinishedError
-from moesaic.parts.products import widened_products
 
 # Training tokens on which loads before training and the bias's bound are measured.
 SPREAD_TOKENS = 8192
@@ -114,11 +113,7 @@ def train(
             teacher=dense,
             progress=machine.progress,
         )
-        with (
-            widened_products(model.dtype),
-            masked(wrapped),
-            replaced_forward(model, losses),
-        ):
+        with masked(wrapped), replaced_forward(model, losses):
             trainer.train(resume_from_checkpoint=path)
     log = trainer.state.log_history
     history = [line for line in log if "loss" in line]

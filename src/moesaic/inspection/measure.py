@@ -109,7 +109,7 @@ def measure(
     ids_T = ids_T[:MEASURED_TOKENS].to(embeddings.device)
     shown = len(words)
     with (
-        widened_products(model.dtype),
+        widened_products(embeddings.dtype, embeddings.device),
         chosen_for_each_token(model),
         _hooked(watchers),
     ):

@@ -36,8 +36,10 @@ from moesaic.kernels.neurons import copy_weight, neurons_forward
 
 NAME = "moesaic"
 FEW_TOKENS = 4  # on a GPU: each reads its experts for itself
-LARGE = 2**20  # weights of an expert's matrix, and tokens, from which MKL
-MANY_TOKENS = 64  # is faster on a processor with AVX2
+# On a processor with AVX2 MKL multiplies faster from so large a matrix of an expert on,
+# and from so many tokens for each expert.
+LARGE = 2**20
+MANY_TOKENS = 8
 FUNCTIONS = {
     torch.float32: "moesaic_experts_float32",
     torch.bfloat16: "moesaic_experts_bfloat16",
@@ -144,11 +146,13 @@ def _is_grouped_faster(experts: Any, x_TD: Tensor) -> bool:
 
     The kernel's panels are sixteen tokens wide there, and MKL's blocks are larger.
     """
-    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+    if x_TD.dtype != torch.float32:
         return False
-    weights = experts.down_proj[0].numel()
-    is_large = weights >= LARGE and len(x_TD) >= MANY_TOKENS
-    return is_large and x_TD.dtype == torch.float32
+    count, hidden, neurons = experts.down_proj.shape
+    is_large = hidden * neurons >= LARGE
+    are_many = len(x_TD) >= MANY_TOKENS * count
+    is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return is_large and are_many and is_avx2
 
 
 def _on_gpu(

@@ -2,9 +2,9 @@
 //
 //     y_t = sum over chosen e of gate_te * Down_e (act(Gate_e x_t) * (Up_e x_t))
 //
-// Built on first use (kernels/build.py). Few tokens are taken six at a time, so that a row
-// of weights is read once for six, and neurons in groups that stay in the cache. Many are
-// taken as panels of up to 64 (panels.h).
+// Built on first use (kernels/build.py). Few tokens are taken some at a time, so that a row
+// of weights is read once for them, and neurons in groups that stay in the cache. Many are
+// taken as panels (panels.h).
 //
 // Suffixes: T tokens, K experts of a token, R experts, M neurons of one as they are
 // stored, D hidden size.

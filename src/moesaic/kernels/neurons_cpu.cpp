@@ -116,7 +116,7 @@ struct Codes {
     return P::add(sum, (__m512bh)odd, P::read(x + P::size));
   }
 #endif
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   alignas(32) uint8_t bytes[GROUP];
 
   // Each byte gets the byte of a plane that its bit is in, and then that bit.
@@ -127,8 +127,9 @@ struct Codes {
     for (int half = 0; half < 2; half++) {
       __m256i codes = _mm256_setzero_si256();
       for (int b = BITS - 1; b >= 0; b--) {
-        const float* at = (const float*)(bits + b) + half;
-        const __m256i plane = _mm256_castps_si256(_mm256_broadcast_ss(at));
+        int32_t half_of_plane;
+        std::memcpy(&half_of_plane, (const char*)(bits + b) + 4 * half, 4);
+        const __m256i plane = _mm256_set1_epi32(half_of_plane);
         const __m256i own_byte = _mm256_shuffle_epi8(plane, places);
         const __m256i own_bit = _mm256_and_si256(own_byte, each_bit);
         const __m256i is_set = _mm256_cmpeq_epi8(own_bit, each_bit);  // -1

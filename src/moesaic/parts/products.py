@@ -19,7 +19,7 @@ _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
 }
-# A weight is widened for every product; from so many rows on that pays.
+# A weight is widened for every product; where each factor has so many rows that pays.
 _ROWS = 32
 _aten = torch.ops.aten
 _PRODUCTS = {
@@ -34,20 +34,25 @@ _PRODUCTS = {
 
 
 @contextmanager
-def widened_products(dtype: torch.dtype) -> Iterator[None]:
+def widened_products(
+    dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
     """For a while a CPU multiplies `dtype` in float32, where it has no instructions for it.
 
     torch emulates such products on an x86 processor without AVX-512's or AMX's for
     them: SmolLM2 in bfloat16 takes six times as long there as in float32. Here both
     factors of each product of 32 rows or more become float32, one product at a time, and
     the result becomes `dtype` again: sums were in float32 before, so nothing but their
-    order changes. Gradients follow. Memory: one weight in float32. Nothing changes for
-    other dtypes, on other processors and on a GPU. Each operation of torch costs some
-    microseconds more meanwhile.
+    order changes. Gradients follow. Memory: factors and result of one product in
+    float32. Nothing changes for other dtypes, on other processors and on a GPU. Each
+    operation of torch costs some microseconds more meanwhile.
     """
     stack = dispatch._get_current_dispatch_mode_stack()
-    is_there = any(isinstance(mode, _WidenedProducts) for mode in stack)
-    if is_there or not is_emulated(dtype):
+    is_there = any(
+        isinstance(mode, _WidenedProducts) and mode.dtype == dtype
+        for mode in stack
+    )
+    if is_there or device.type != "cpu" or not is_emulated(dtype):
         yield
         return
     with _WidenedProducts(dtype):
@@ -55,19 +60,34 @@ def widened_products(dtype: torch.dtype) -> Iterator[None]:
 
 
 def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies numbers of a short format by other instructions."""
+    """Whether this processor multiplies numbers of a short format by other instructions.
+
+    False where torch is too old to say what the processor has.
+    """
     instructions = _INSTRUCTIONS.get(dtype)
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if instructions is None or not is_x86:
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if instructions is None or not is_x86 or capabilities is None:
         return False
-    found = torch.cpu.get_capabilities()
+    found = capabilities()
     return not any(found.get(name) for name in instructions)
+
+
+@contextmanager
+def emulated_products() -> Iterator[None]:
+    """For a while products are again what they are outside of `widened_products`.
+
+    For what is timed: engines do not widen.
+    """
+    with dispatch._disable_current_modes():
+        yield
 
 
 class _WidenedProducts(dispatch.TorchDispatchMode):
     """Sees every operation below autograd, and calls products with float32 factors."""
 
     leaves_kernels = True  # of moesaic, which widen by themselves
+    supports_higher_order_operators = True  # they are left alone
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,19 +97,23 @@ class _WidenedProducts(dispatch.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS or not self._pays(args):
+        # Asked for a dtype, a product would have to be asked for another one.
+        if func not in _PRODUCTS or kwargs or not self._pays(args):
             return func(*args, **kwargs)
         wide = tree_map_only(Tensor, self._widened, args)
         return func(*wide, **kwargs).to(self.dtype)
 
     def _pays(self, args: Any) -> bool:
         """Whether all factors are of our kind, on the CPU, and large enough."""
-        for factor in args:
-            if not isinstance(factor, Tensor) or factor.dim() < 2:
-                continue  # a bias, or the ends of groups
-            if factor.dtype != self.dtype or factor.device.type != "cpu":
+        if any(isinstance(argument, torch.dtype) for argument in args):
+            return False
+        for tensor in args:
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                continue  # the ends of groups are whole numbers
+            if tensor.dtype != self.dtype or tensor.device.type != "cpu":
                 return False
-            if factor.numel() < _ROWS * factor.shape[-1]:
+            is_factor = tensor.dim() > 1  # and no bias
+            if is_factor and tensor.numel() < _ROWS * tensor.shape[-1]:
                 return False
         return True
 
