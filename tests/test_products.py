@@ -238,3 +238,11 @@ def test_what_torch_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         stacked = random(2, 64, 48)
         found = torch._grouped_mm(x_TD, stacked, ends_G, out_dtype=torch.bfloat16)
     assert found.dtype == torch.bfloat16
+
+
+def test_what_torch_compiles_by_itself_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention does: it compiles whole graphs, which a mode may forbid."""
+    emulate(monkeypatch)
+    double = torch.compile(lambda x: 2 * x, backend="eager", fullgraph=True)
+    with widened_products(torch.bfloat16, CPU):
+        assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))

@@ -62,7 +62,7 @@ def bench(
     engine computes in it. A batch that stops the engine ends the run; the rows before it
     are kept, and `skipped` says why. `dtypes` are the number formats of both, None where
     the engine decides: by `dtype` "auto" each model has its own. `emulated` are those of
-    them that this processor multiplies many times slower than float32.
+    them that this processor has no instructions for.
 
     Models are folders or hub ids, for llama.cpp GGUF files. Raises MoesaicError for an
     engine that is not installed, a model that it cannot run, and numbers that do not fit.

@@ -147,7 +147,7 @@ def print_result(result: dict[str, Any]) -> None:
         )
     for name in result["emulated"]:
         out.print(
-            f"this processor has no instructions for {name}, and torch is many times "
+            f"this processor has no instructions for {name}, and torch is much "
             "slower in it than in float32; see what --dtype float32 says",
             markup=False,
             highlight=False,

@@ -11,8 +11,6 @@
 
 #include "panels.h"
 
-#include <type_traits>
-
 namespace {
 
 #if defined(__AVX512F__)

@@ -149,7 +149,7 @@ void fill_panel(const T* const* x, int lanes, int64_t length, int32_t* panel_UL)
 // `apart`. V vectors make a panel.
 template <int ROWS, int V, typename T, typename R>
 ALONE void panel_dots(const R* rows, int64_t apart, const int32_t* panel_UL, int64_t units,
-                       bool are_first, float* products) {
+                      bool are_first, float* products) {
   typedef Unit<T> U;
   constexpr int numbers = std::is_same<R, T>::value ? U::numbers : 1;
   const R* row[ROWS];
@@ -201,7 +201,7 @@ inline void copy_outputs(const T* rows, int64_t apart, int count, int32_t* units
 // line, PANEL lanes wide. Units of rows are so many `apart`.
 template <int N, int W, typename T, typename R>
 ALONE void panel_add(const R* rows, int64_t apart, int count, const int32_t* h_UL,
-                      float* const* y, int64_t i) {
+                     float* const* y, int64_t i) {
   typedef Unit<T> U;
   constexpr int numbers = std::is_same<R, T>::value ? U::numbers : 1;
   Floats sums[N * W] = {};

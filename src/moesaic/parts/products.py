@@ -89,6 +89,11 @@ class _WidenedProducts(dispatch.TorchDispatchMode):
     leaves_kernels = True  # of moesaic, which widen by themselves
     supports_higher_order_operators = True  # they are left alone
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What torch compiles by itself, as flex attention does, it compiles without us."""
+        return True
+
     def __init__(self, dtype: torch.dtype):
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
@@ -101,7 +106,7 @@ class _WidenedProducts(dispatch.TorchDispatchMode):
         if func not in _PRODUCTS or kwargs or not self._pays(args):
             return func(*args, **kwargs)
         wide = tree_map_only(Tensor, self._widened, args)
-        return func(*wide, **kwargs).to(self.dtype)
+        return func(*wide).to(self.dtype)
 
     def _pays(self, args: Any) -> bool:
         """Whether all factors are of our kind, on the CPU, and large enough."""
