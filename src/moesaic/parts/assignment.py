@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
-import ot
 from numpy.typing import NDArray
 
 MOST_ITERATIONS = 50_000_000  # of network simplex
@@ -33,6 +32,10 @@ def balanced_assignment(cost_NR: NDArray[np.float64]) -> NDArray[np.int64]:
         )
     if experts == 1:
         return np.zeros(neurons, dtype=np.int64)
+
+    # Here, not above: it brings scikit-learn and pandas, a fifth of what every command
+    # would take to start.
+    import ot
 
     size = neurons // experts
     supply_N = np.ones(neurons)
