@@ -36,6 +36,7 @@ from moesaic.finetune.lora import merge
 from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.prepare import draw_windows, whole_steps
 from moesaic.finetune.train import train
+from moesaic.parts.products import widened_products
 
 # Rank and alpha: LoRA has its rank on every expert, so 32 experts of rank 32 train more
 # weights than a dense FFN of rank 128. alpha / sqrt(rank) is the same, but for rounding.
@@ -109,9 +110,14 @@ class Curve:
             file.write(line + "\n")
         print(line, flush=True)
 
+    def at_the_end(self, model: Any) -> float:
+        """Perplexity of the end of the training text."""
+        end, _ = perplexity(model, self.end_of_text, LENGTH, HELDOUT_TOKENS)
+        return end
+
     def measured(self, model: Any) -> tuple[float, float | None]:
         """Perplexity of the end of the training text, and of the test text if asked."""
-        end, _ = perplexity(model, self.end_of_text, LENGTH, HELDOUT_TOKENS)
+        end = self.at_the_end(model)
         tokens = self.options.test_tokens
         if not tokens:
             return end, None
@@ -142,9 +148,10 @@ class Curve:
             lora_lr=rate,
             seed=seed,
         )
-        before, _ = self.measured(model)
+        before = self.at_the_end(model)
         started = time.process_time()
-        trained = train(model, drawn_NL, settings, Machine(use_cpu=True))
+        with widened_products(model.dtype, model.device):
+            trained = train(model, drawn_NL, settings, Machine(use_cpu=True))
         merged = merge(trained.model)
         minutes = (time.process_time() - started) / 60
         merged.save_pretrained(folder)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from moesaic.calibration import text
 
 os.environ.pop("COLUMNS", None)  # what tests print must not depend on a terminal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the hub
@@ -19,6 +23,26 @@ SHARED = Path(__file__).parents[2] / "shared"
 @pytest.fixture(autouse=True)
 def _one_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _each_text_encoded_once() -> Iterator[None]:
+    """A text's ids are kept for the next test: many take the demo's 800 KB for a few windows."""
+    encode = text.encode
+    known: dict[tuple[str, str], torch.Tensor] = {}
+
+    def remembered(tokenizer: Any, documents: list[str]) -> torch.Tensor:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return encode(tokenizer, documents)
+        key = (backend.to_str(), "\0".join(documents))
+        if key not in known:
+            known[key] = encode(tokenizer, documents)
+        return known[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "encode", remembered)
+        yield
 
 
 @pytest.fixture

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from moesaic.memory import lent_to
 from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, LAYERS, tiny_model, tokens
+from tests.processes import run_python
 
 WINDOWS = tokens(4, CONTEXT, seed=1)
 
@@ -140,12 +138,8 @@ def test_resume_after_kill_gives_the_same_bytes(
     torch.save(WINDOWS, tmp_path / "windows.pt")
     moesaic.convert(dense, method, "S3A3E8", WINDOWS, output=tmp_path / "calm", command="x")
     output = tmp_path / "killed"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), str(when), method],
-        capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = run_python(_KILLED, dense, output, when, method)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert not output.exists()
     with pytest.raises(moesaic.MoesaicError, match="--resume"):
         moesaic.convert(dense, method, "S3A3E8", WINDOWS, output=output)
@@ -159,10 +153,7 @@ def test_resume_after_kill_gives_the_same_bytes(
 def test_a_damaged_draft_shard_is_made_anew(dense: Path, tmp_path: Path) -> None:
     torch.save(WINDOWS, tmp_path / "windows.pt")
     output = tmp_path / "out"
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), "2"],
-        capture_output=True,
-    )
+    run_python(_KILLED, dense, output, 2)
     shard = checkpoint.draft_folder(output) / "model" / "layer-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True, command="x")
@@ -202,11 +193,8 @@ def test_a_kill_in_the_last_step_keeps_the_old_model_or_the_new(
     output = tmp_path / "out"
     moesaic.convert(dense, "static", "S3A3E8", WINDOWS, output=output, command="x")
     old = files(output)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _DIES_AT, str(dense), str(output), when],
-        capture_output=True,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = run_python(_DIES_AT, dense, output, when)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     if when == "after its name":
         assert files(output) == files(tmp_path / "calm")
     else:
@@ -222,10 +210,7 @@ def test_a_kill_in_the_last_step_keeps_the_old_model_or_the_new(
 def test_resume_refuses_other_weights_of_the_same_shape(dense: Path, tmp_path: Path) -> None:
     torch.save(WINDOWS, tmp_path / "windows.pt")
     output = tmp_path / "out"
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _KILLED, str(dense), str(output), "1"],
-        capture_output=True,
-    )
+    run_python(_KILLED, dense, output, 1)
     tiny_model("llama", seed=1).save_pretrained(dense)
     with pytest.raises(moesaic.MoesaicError, match="was started with weights"):
         moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True)

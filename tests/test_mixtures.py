@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from moesaic.families import find_ffns
 from moesaic.families.load import load_model
 from tests.families import CONTEXT, LAYERS, tokens
 from tests.mixtures import MIXTURES, NEURONS, OUTER, tiny_mixture
+from tests.processes import run_python
 from tests.test_convert import files
 from tests.test_families import config_of, logits
 
@@ -342,21 +342,8 @@ def test_resume_after_kill_gives_the_same_bytes(family: str, recipe: str, tmp_pa
     more: dict[str, Any] = {"command": "x", "min_tokens": 460}
     model, _ = moesaic.convert(tmp_path / "dense", recipe, "S3A3E8", WINDOWS, output=calm, **more)
     assert model.config.moesaic.outer.whole
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            _KILLED,
-            str(tmp_path / "dense"),
-            str(output),
-            recipe,
-        ],
-        capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = run_python(_KILLED, tmp_path / "dense", output, recipe)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     with pytest.raises(moesaic.MoesaicError, match="experts = "):
         moesaic.convert(
             tmp_path / "dense", recipe, "S3A3E8", WINDOWS, output=output, resume=True,

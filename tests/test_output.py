@@ -24,6 +24,7 @@ from moesaic.output import draft as drafts
 from moesaic.output.atomic import new_path, write_file
 from moesaic.output.model_card import build_card, code, front_matter, licence_of
 from tests.families import CONTEXT, LAYERS, tiny_model, tokens
+from tests.processes import run_python
 
 WINDOWS = tokens(4, CONTEXT, seed=1)
 INDEX = "model.safetensors.index.json"
@@ -52,11 +53,6 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.iterdir())
         if path.name != "report.html"
     }
-
-
-def run_python(program: str, *arguments: object, **variables: str) -> Any:
-    words = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, env=os.environ | variables)
 
 
 # --- names -------------------------------------------------------------------------------------
@@ -104,10 +100,10 @@ with torch.no_grad():
     torch.save(model.eval()(torch.load(ids)).logits, logits)
 """
     torch.save(WINDOWS, tmp_path / "ids.pt")
-    done = run_python(
-        program, converted, tmp_path / "ids.pt", tmp_path / "logits.pt",
-        HF_MODULES_CACHE=str(tmp_path / "modules"),
-    )  # fmt: skip
+    words = [sys.executable, "-W", "ignore", "-c", program]
+    paths = [converted, tmp_path / "ids.pt", tmp_path / "logits.pt"]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run([*words, *paths], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
         expected = load_model(converted)(WINDOWS).logits
@@ -138,10 +134,7 @@ moesaic.convert(folder, "cmoe", "S3A3E8", torch.load(folder + "/../windows.pt"),
 
 
 def kill_while_renaming(dense: Path, output: Path, which: str, when: int, resume: str) -> None:
-    threads = str(torch.get_num_threads())
-    done = run_python(
-        _DIES_RENAMING, dense, output, which, when, resume, OMP_NUM_THREADS=threads
-    )  # fmt: skip
+    done = run_python(_DIES_RENAMING, dense, output, which, when, resume)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not output.exists()
 

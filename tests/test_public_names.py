@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import moesaic
+from tests.processes import run_python
 
 
 def test_public_names() -> None:
@@ -49,6 +50,18 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
+def run_with_others(code: str) -> None:
+    """In a Python that has imported what moesaic builds on, but nothing of moesaic."""
+    others = (
+        "torch",
+        "transformers.modeling_utils",
+        "transformers.trainer",
+        "transformers.generation",
+    )
+    done = run_python(code, imported=others, warnings="error")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -66,7 +79,7 @@ from moesaic import export, finetune
 for function in (moesaic.export, moesaic.finetune, export, finetune):
     assert isinstance(function, types.FunctionType), function
 """
-    run(code)
+    run_with_others(code)
 
 
 def test_importing_moesaic_imports_nothing_heavy() -> None:

@@ -6,6 +6,7 @@ Shape suffixes: T tokens, D hidden_size, F neurons, N windows, L tokens of a win
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from moesaic.errors import MoesaicError
 from moesaic.experiments.study import Study
 from moesaic.families import DenseFFN, Mixtures, find_ffns
 from moesaic.families.load import choose_device, load_model, load_tokenizer
+from moesaic.parts.products import widened_products
 
 
 def ffn_inputs(
@@ -43,12 +45,16 @@ def ffn_inputs(
     windows = CalibrationSet.sample(
         ids, study.scale.samples, study.scale.length, seed
     )
+    # Left before each yield: who asks for the next layer has modes of its own.
+    widened = partial(widened_products, model.dtype, device)
     with torch.no_grad():
         stream = Stream(ffns, windows.windows_NL, device)
         for layer in ffns.converted:
-            inputs = list(stream.ffn_inputs(layer))
+            with widened():
+                inputs = list(stream.ffn_inputs(layer))
             yield ffns.read(layer), inputs
-            stream.advance(layer, inputs)
+            with widened():
+                stream.advance(layer, inputs)
 
 
 def rates(

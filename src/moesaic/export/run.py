@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +44,7 @@ from moesaic.families.load import (
 )
 from moesaic.output.atomic import check_new, new_path
 from moesaic.output.model_card import licence_of
+from moesaic.parts.products import widened_products
 
 LONGEST_WINDOW = 512  # tokens of a window that models are compared on
 PROBE_TOKENS = 4096  # of text, on which the scale of the scores is chosen
@@ -162,19 +164,22 @@ def run_export(
     _check_format(options, config, tokenizer, trained)
     progress("choosing the scale of the scores")
     probe_ids = ids[:PROBE_TOKENS]
-    scales = _choose_scales(options, loaded, probe_ids, length)
+    widened = partial(widened_products, loaded.dtype, loaded.device)
+    with widened():
+        scales = _choose_scales(options, loaded, probe_ids, length)
     factors = [scale.factor for scale in scales]
     stock = _build(options, loaded, factors)
     with new_path(options.output) as part:
         progress(f"writing {options.output}")
         stock = _write(options, part, stock, tokenizer, dtype)
         progress("comparing with the original")
-        _check_faithful(options, loaded, stock, ids, length, scales)
         comparison = None
-        if options.verify is not None:
-            comparison = compare_models(
-                loaded, stock, ids, length, VERIFY_TOKENS
-            )
+        with widened():
+            _check_faithful(options, loaded, stock, ids, length, scales)
+            if options.verify is not None:
+                comparison = compare_models(
+                    loaded, stock, ids, length, VERIFY_TOKENS
+                )
         report = ExportReport(
             format=options.format,
             architecture=stock.config.model_type,

@@ -23,10 +23,10 @@ ALONE: Any = SimpleNamespace(_experts_implementation="eager")
 
 def random_parameter(*shape: int) -> nn.Parameter:
     # Self-made start values: transformers initialises by the class of the enclosing
-    # family model, which does not know these modules. Costs nothing when weights are
-    # loaded (meta device).
+    # family model, which does not know these modules. None when weights are loaded.
     values = torch.empty(*shape)
-    values.normal_(std=0.02)
+    if not values.is_meta:
+        values.normal_(std=0.02)
     return nn.Parameter(values)
 
 
