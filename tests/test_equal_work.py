@@ -225,7 +225,7 @@ def test_it_resumes_and_refuses_what_an_older_version_wrote(result: Any, tmp_pat
     for cell in values["cells"].values():
         del cell["bytes"]
     (tmp_path / "compare.json").write_text(json.dumps(values))
-    with pytest.raises(MoesaicError, match=r"cannot be resumed \(KeyError\('bytes'\)\)"):
+    with pytest.raises(MoesaicError, match=r"cannot be resumed \(KeyError: 'bytes'\)"):
         moesaic.compare("demo", ["cmoe"], output=tmp_path, **options, **SMALL)
 
 

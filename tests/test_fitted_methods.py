@@ -314,13 +314,13 @@ def test_sizes_that_contradict_each_other_are_refused(change: dict[str, Any], na
 
 @pytest.mark.parametrize("values", [None, 3, "moesaic", [], {}, {"format": 1}, {"format": "2"}])
 def test_what_is_no_configuration_is_refused(values: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is damaged|older moesaic"):
+    with pytest.raises(ConfigError, match=r"is damaged|another version of moesaic"):
         MoEConfig.from_dict(values)
 
 
 def test_an_older_form_says_how_to_convert_again() -> None:
     old = {"base_model": "demo", "recipe": {"name": "cmoe"}, "num_routed": 5}
-    with pytest.raises(ConfigError, match=r"older moesaic.* moesaic convert demo --output DIR"):
+    with pytest.raises(ConfigError, match=r"another version.* moesaic convert demo --output DIR"):
         MoEConfig.from_dict(old)
 
 

@@ -562,6 +562,31 @@ def test_the_record_of_a_folder_that_was_moved(folder: Path, tmp_path: Path) -> 
     assert passed.measured == 1024
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("perplexity", "x"), ("tokens", None), ("method", "cmoe"), ("layout", 7), ("search", [])],
+)
+def test_a_report_of_other_kinds_is_damaged(
+    folder: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    edited = tmp_path / "edited"
+    shutil.copytree(folder, edited)
+    report = edited / "moesaic_report.json"
+    report.write_text(json.dumps(json.loads(report.read_text()) | {name: value}))
+    expected = rf"moesaic_report.json is damaged \(TypeError: {name} "
+    with pytest.raises(moesaic.MoesaicError, match=expected):
+        read_record(str(edited))
+
+
+def test_weights_that_are_no_numbers_are_not_inspected(folder: Path) -> None:
+    model = load_model(folder)
+    model.get_input_embeddings().weight.data.fill_(torch.nan)
+    tokenizer = load_tokenizer(folder)
+    ids_T = torch.tensor(tokenizer(TEXT)["input_ids"])
+    with pytest.raises(moesaic.MoesaicError, match="are not finite numbers"):
+        pass_through(model, ids_T, tokenizer, "text")
+
+
 # --- the command -------------------------------------------------------------------------------
 
 

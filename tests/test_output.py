@@ -202,6 +202,19 @@ def test_the_lock_of_a_killed_run_holds_nobody_up(tmp_path: Path) -> None:
     assert not (tmp_path / "out.partial.lock").exists()
 
 
+@pytest.mark.parametrize("text", ["[]", "5", "{", "null"])
+def test_a_draft_that_says_nothing_of_its_run_is_not_resumed(tmp_path: Path, text: str) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), drafts.open_draft(output, {"seed": 0}, resume=False):
+        raise KeyboardInterrupt
+    (drafts.draft_folder(output) / "draft.json").write_text(text)
+    with (
+        pytest.raises(moesaic.MoesaicError, match="--overwrite"),
+        drafts.open_draft(output, {"seed": 0}, resume=True),
+    ):
+        pass
+
+
 # --- layers of a draft -------------------------------------------------------------------------
 
 

@@ -14,6 +14,11 @@ class LostError(RuntimeError):
     """Another process of the same run has ended. What is finished is kept."""
 
 
+def reason_of(error: Exception) -> str:
+    """An error's kind and what it says. (Its repr can hold a whole file.)"""
+    return f"{type(error).__name__}: {error}"
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> MoesaicError:
     """The error for a name that is not in `known`, with the nearest names suggested."""
     names = sorted(known)

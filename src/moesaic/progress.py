@@ -20,6 +20,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 Item = TypeVar("Item")
 Clock = Callable[[], float]
@@ -102,14 +103,20 @@ def track(
             advance(1)
 
 
+def step_log(enabled: bool) -> Callable[[str], None]:
+    """Writes a line to stderr as it is, names with brackets too."""
+    console = Console(stderr=True, quiet=not enabled, markup=False, emoji=False)
+    return console.print
+
+
 @contextmanager
 def status(description: str) -> Iterator[Callable[[str], None]]:
     """Names the current step: beside a spinner in a terminal, else a line for each."""
     if not _in_terminal():
         yield _say
         return
-    with Console(stderr=True).status(description) as spinner:
-        yield spinner.update
+    with Console(stderr=True).status(Text(description)) as spinner:
+        yield lambda words: spinner.update(Text(words))
 
 
 class _Bar:
@@ -117,7 +124,7 @@ class _Bar:
 
     def __init__(self, description: str, total: int | None, done: int) -> None:
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),

@@ -73,7 +73,7 @@ def read_documents(source: str | Path, heldout: bool = False) -> list[str]:
     with_text = [document for document in documents if document.strip()]
     if not with_text:
         raise MoesaicError(f"source {name!r} holds no text")
-    return with_text
+    return [whole_characters(document) for document in with_text]
 
 
 def _documents_of(name: str, heldout: bool) -> list[str]:
@@ -128,7 +128,7 @@ def _hub(
         rows = datasets.load_dataset(
             hub_id, configuration, data_files=files, split=split
         )
-        return [_text(value) for value in rows[field]]
+        return [_text(value, name) for value in rows[field]]
     except Exception as error:  # the library raises many kinds for one cause
         lines = str(error).splitlines()
         reason = lines[0] if lines else type(error).__name__
@@ -211,14 +211,14 @@ def _parquet_rows(path: Path, field: str) -> list[str]:
         names = ", ".join(table.column_names)
         raise MoesaicError(f"{path} has no field {field!r}; it has {names}")
     values = table.column(field).to_pylist()
-    return [_text(value) for value in values]
+    return [_text(value, str(path)) for value in values]
 
 
 def _field_of(path: Path, row: str, field: str) -> str:
     """One field of a line of JSON."""
     record = json.loads(row)
     if isinstance(record, dict) and field in record:
-        return _text(record[field])
+        return _text(record[field], str(path))
     names = type(record).__name__
     if isinstance(record, dict):
         names = ", ".join(record)
@@ -227,8 +227,23 @@ def _field_of(path: Path, row: str, field: str) -> str:
     )
 
 
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
+def _text(value: Any, source: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise MoesaicError(
+            f"{source} has a {type(value).__name__} where text should be; name the field "
+            "that holds the text"
+        )
+    return value
+
+
+def whole_characters(text: str) -> str:
+    """The text, a question mark for each half of a character.
+
+    JSON that was cut within an emoji holds such halves; tokenizers refuse them.
+    """
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def encode(tokenizer: Any, documents: list[str]) -> Tensor:
@@ -237,7 +252,7 @@ def encode(tokenizer: Any, documents: list[str]) -> Tensor:
     Joined by blank lines, as the paper's code does. The tokenizer adds its special
     tokens once, to the whole.
     """
-    text = "\n\n".join(documents)
+    text = whole_characters("\n\n".join(documents))
     ids = tokenizer(text, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moesaic.cli.options import err, program
+from moesaic.cli.options import Overwrite, err, program
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import ACTIVE_FFN, PERPLEXITY, explained, out
 
@@ -18,6 +18,7 @@ def demo_command(
         Path,
         typer.Option(help="Folder for the converted model."),
     ] = Path("moesaic-demo"),
+    overwrite: Overwrite = False,
 ) -> None:
     """Convert the small model that moesaic carries.
 
@@ -26,7 +27,7 @@ def demo_command(
     quieten()
     from moesaic.cli import demo_run
 
-    rows = demo_run.run_demo(output, err.print)
+    rows = demo_run.run_demo(output, err.print, overwrite)
     dense_perplexity = rows[0].perplexity
     table = explained(
         "method",

@@ -31,14 +31,16 @@ class DemoRow:
     seconds: float | None  # of the conversion, without loading and evaluating
 
 
-def run_demo(output: Path, say: Callable[[str], Any]) -> list[DemoRow]:
+def run_demo(
+    output: Path, say: Callable[[str], Any], overwrite: bool = False
+) -> list[DemoRow]:
     """Converts the demo model by our recipe, saves and reloads it, and evaluates it.
 
     Beside it stand the dense model and, at the same budget and on the same calibration tokens,
     the paper's method, static pruning with and without repair, and a random conversion.
     Calibration and held-out text are disjoint modules of the standard library.
     """
-    check_output(output, overwrite=True, resume=False)
+    check_output(output, overwrite, resume=False)
     tokenizer = load_tokenizer("demo")
     ids = to_ids("demo", tokenizer, heldout=True)
     dense = load_model("demo", "float32")
@@ -66,7 +68,7 @@ def run_demo(output: Path, say: Callable[[str], Any]) -> list[DemoRow]:
             "demo",
             samples=SAMPLES,
             output=target,
-            overwrite=True,
+            overwrite=overwrite,
             dtype="float32",
             command=f"moesaic convert demo --layout {layout} --output {output} --dtype float32",
         )

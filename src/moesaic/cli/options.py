@@ -17,7 +17,7 @@ from rich.console import Console
 from moesaic.errors import MoesaicError
 from moesaic.output.atomic import write_file
 
-err = Console(stderr=True, soft_wrap=True)
+err = Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
 
 Trust = Annotated[
     bool,

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from moesaic.evaluate.weight_bytes import WeightBytes
     from moesaic.evaluate.work import Macs
 
-out = Console(soft_wrap=True)
+# Names of files and models are printed as they are, whatever brackets they have.
+out = Console(soft_wrap=True, markup=False, emoji=False)
 
 BILLION = 1e9
 MILLION = 1e6

@@ -45,6 +45,7 @@ from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions
 from moesaic.methods.base import Method
 from moesaic.methods.contents import METHODS
 from moesaic.methods.load import load_method
+from moesaic.output.atomic import check_folder
 from moesaic.parts.products import widened_products
 from moesaic.progress import duration
 
@@ -182,6 +183,7 @@ def run_comparison(
     trust = options.trust_remote_code
     device = choose_device(options.device)
     tuning = _tuning(options)
+    _check_output(options)
     config = load_config(options.model, trust, options.dtype)
     progress("planning")
     planned = make_entries(options, config)
@@ -289,6 +291,13 @@ def _read_tokens(
     ]
     evaluation = Evaluation(texts, length, options.max_tokens)
     return _Tokens(torch.cat(source_ids), length, calibration_sets, evaluation)
+
+
+def _check_output(options: CompareOptions) -> None:
+    if options.output is not None:
+        check_folder(options.output)
+    elif options.resume:
+        raise MoesaicError("resume needs the output that the earlier run had")
 
 
 def _settings(

@@ -14,7 +14,7 @@ from moesaic.comparison.options import CompareOptions
 from moesaic.comparison.page import markdown
 from moesaic.comparison.plot import plot
 from moesaic.comparison.rows import Cell, ranked, remarks
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, reason_of
 from moesaic.output.atomic import write_file
 
 
@@ -70,7 +70,7 @@ class Results:
             AttributeError,
         ) as error:
             raise MoesaicError(
-                f"{path} cannot be resumed ({error!r}); remove it"
+                f"{path} cannot be resumed ({reason_of(error)}); remove it"
             ) from error
         for key, value in settings.items():
             earlier = earlier_settings.get(key)

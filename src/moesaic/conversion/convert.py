@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from moesaic.calibration.checks import (
     blame_a_layer,
@@ -61,6 +60,7 @@ from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
 from moesaic.output.model_card import licence_of
 from moesaic.parts.products import widened_products
+from moesaic.progress import step_log
 
 
 def check_conversion(options: ConvertOptions) -> Prepared:
@@ -277,7 +277,7 @@ class _Conversion:
         strategy = getattr(self.plan.method, "layer_budgets", "uniform")
         if strategy == "uniform":
             return
-        log = Console(stderr=True, quiet=not self.options.progress).print
+        log = step_log(self.options.progress)
         if self.options.target_ratio is not None:
             log("layers keep equal budgets, with which the target was met")
             return

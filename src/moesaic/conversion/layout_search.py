@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
@@ -24,6 +23,7 @@ from moesaic.families import FFNs
 from moesaic.memory import lent_to
 from moesaic.methods.base import Budget, FFNMethod
 from moesaic.modeling import Sizes
+from moesaic.progress import step_log
 
 # Tokens on which perplexities of a conversion are measured.
 HELDOUT_TOKENS = 16_384
@@ -81,7 +81,7 @@ def choose_plan(
     plans = prepared.plans
     seed = prepared.options.seed
     labels = ", ".join(plan.label for plan in plans)
-    log = Console(stderr=True, quiet=not prepared.options.progress).print
+    log = step_log(prepared.options.progress)
     log(f"comparing {labels}")
     full_set = prepared.calibration
     windows = max(1, SAMPLE_TOKENS // full_set.length)
@@ -178,7 +178,7 @@ def _search_target(
         dense, validation.ids, length, HELDOUT_TOKENS, share=share
     )
     first = prepared.plans[0]
-    log = Console(stderr=True, quiet=not options.progress).print
+    log = step_log(options.progress)
 
     def make(layout: Any) -> Plan:
         budget = Budget(layout)

@@ -11,6 +11,24 @@ from moesaic.conversion.layer_error import LayerReport
 CONVERSION_FILE = "moesaic_report.json"
 RECOVERY_FILE = "moesaic_finetune.json"
 
+# Kinds of what pages and tables compute with.
+NUMBER = (int, float)
+OPTIONAL = (int, float, type(None))
+KINDS: dict[str, Any] = {
+    "method": dict,
+    "layout": str,
+    "tokens": NUMBER,
+    "active_ffn_fraction": NUMBER,
+    "dense_macs": NUMBER,
+    "macs": NUMBER,
+    "dense_bytes": NUMBER,
+    "bytes": NUMBER,
+    "dense_perplexity": OPTIONAL,
+    "perplexity": OPTIONAL,
+    "search": dict,
+    "heldout_tokens": NUMBER,
+}
+
 
 @dataclass
 class ConversionReport:
@@ -69,9 +87,21 @@ class ConversionReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ConversionReport:
-        """What `to_dict` gave, with or without timing."""
+        """What `to_dict` gave, with or without timing.
+
+        Raises TypeError for a value of another kind.
+        """
+        _check_kinds(values)
         layers = []
         for row in values["layers"]:
             with_seconds = {"seconds": None} | row
             layers.append(LayerReport(**with_seconds))
         return cls(**values | {"layers": layers})
+
+
+def _check_kinds(values: dict[str, Any]) -> None:
+    """A file may have been edited."""
+    for name, kind in KINDS.items():
+        value = values.get(name)
+        if name in values and not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}")

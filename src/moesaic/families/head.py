@@ -88,6 +88,11 @@ def check_head(model: Any, ids_L: Tensor) -> None:
     device = model.get_input_embeddings().weight.device
     probe_1L = ids_L[None, :PROBE_TOKENS].to(device)
     expected_LV = model(input_ids=probe_1L, use_cache=False).logits[0]
+    if not expected_LV.isfinite().all():
+        raise MoesaicError(
+            "the model's logits are not finite numbers: its weights are damaged; convert "
+            "or fetch it again"
+        )
     head = Head(model)
     try:
         hidden_1LD = head.hidden_states(probe_1L)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.demo import demo_path
-from moesaic.errors import MoesaicError, unknown
+from moesaic.errors import MoesaicError, reason_of, unknown
 from moesaic.families.gguf_header import read_header
 from moesaic.modeling import ConfigError, MoEConfig
 
@@ -227,11 +227,15 @@ def _check_index(folder: Path) -> None:
         index = json.loads(path.read_text())
         names = set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MoesaicError(f"{path} is damaged ({error!r})") from error
+        raise MoesaicError(f"{path} is damaged ({reason_of(error)})") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise MoesaicError(
                 f"{path} names {name!r}, which is no file of its folder"
+            )
+        if not name.endswith(".safetensors"):
+            raise MoesaicError(
+                f"{path} names {name!r}, which is no safetensors file"
             )
 
 

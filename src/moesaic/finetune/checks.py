@@ -45,14 +45,18 @@ def _check_rates(options: FinetuneOptions) -> None:
     positive = {"alpha": options.alpha, "lora lr": options.lora_lr}
     for name, value in positive.items():
         if value is not None and not 0 < value < MOST_RATE:
-            raise MoesaicError(f"{name} {value}: a number above 0 is needed")
+            raise MoesaicError(
+                f"{name} {value}: a number above 0 and below {MOST_RATE:g} is needed"
+            )
     may_be_zero = {
         "scale lr": options.scale_lr,
         "balance rate": options.balance_rate,
     }
     for name, value in may_be_zero.items():
         if not 0 <= value < MOST_RATE:
-            raise MoesaicError(f"{name} {value}: a number at least 0 is needed")
+            raise MoesaicError(
+                f"{name} {value}: a number at least 0 and below {MOST_RATE:g} is needed"
+            )
 
 
 def _check_seed(seed: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic.calibration.text import encode, has_heldout_split, to_ids
 from moesaic.conversion.run import under_masks
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, reason_of
 from moesaic.families.load import (
     choose_device,
     load_model,
@@ -210,7 +210,7 @@ def read_bench(path: Path) -> dict[str, Any]:
             values[name]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise MoesaicError(
-            f"--bench {path} is not what moesaic bench --json writes ({error!r}); run "
+            f"--bench {path} is not what moesaic bench --json writes ({reason_of(error)}); run "
             "moesaic bench DIR --json FILE"
         ) from error
     return values

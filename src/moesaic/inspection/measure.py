@@ -116,7 +116,12 @@ def measure(
         for ids_1L in ids_T[None].split(window, dim=1):
             for watcher in watchers:
                 watcher.begin(shown)
-            base(input_ids=ids_1L, use_cache=False)
+            hidden_1LD = base(input_ids=ids_1L, use_cache=False)[0]
+            if not hidden_1LD.isfinite().all():
+                raise MoesaicError(
+                    "the model's hidden states are not finite numbers: its weights are "
+                    "damaged; convert it again"
+                )
             shown = max(0, shown - ids_1L.shape[1])
             if progress is not None:
                 progress(ids_1L.numel())

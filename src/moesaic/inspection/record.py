@@ -17,7 +17,7 @@ from moesaic.conversion.report import (
     RECOVERY_FILE,
     ConversionReport,
 )
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, reason_of
 from moesaic.evaluate.work import active_ffn_fraction, is_converted
 from moesaic.families.load import load_config, resolve
 from moesaic.methods.contents import METHODS
@@ -167,7 +167,7 @@ def _read(path: Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
         return parse(values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MoesaicError(
-            f"{path} is damaged ({error!r}); convert the model again, or remove the "
+            f"{path} is damaged ({reason_of(error)}); convert the model again, or remove the "
             "file to inspect the model without it"
         ) from error
 

@@ -42,8 +42,8 @@ REPLACEMENT_KINDS = (
 )
 LINEAR_KINDS = ("thresholded",)
 CONVERT_AGAIN = (
-    "was written by an older moesaic, in a form that this one does not read; convert "
-    "the dense model again: moesaic convert {base} --output DIR"
+    "was written by another version of moesaic, in a form that this one does not read; "
+    "convert the dense model again: moesaic convert {base} --output DIR"
 )
 
 

@@ -78,6 +78,13 @@ def check_new(output: Path, suffix: str) -> None:
     check_parent(output)
 
 
+def check_folder(output: Path) -> None:
+    """Raises MoesaicError where `output` is no folder that files can be written to."""
+    if os.path.lexists(output) and not output.is_dir():
+        raise MoesaicError(f"output {output} is no folder; choose another")
+    check_parent(output / "file")
+
+
 def check_parent(output: Path) -> None:
     """Raises MoesaicError where no file can be made beside `output`."""
     parent = nearest_parent(output)

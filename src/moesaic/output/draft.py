@@ -233,8 +233,8 @@ def _prepare_draft(
 def _check_same_run(draft: Path, run: dict[str, Any]) -> None:
     path = draft / _DRAFT
     try:
-        earlier_run = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        earlier_run = dict(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise UnfinishedError(
             f"{draft} cannot be resumed ({error}); pass --overwrite to start again"
         ) from error
@@ -272,9 +272,11 @@ def remembered(
 
 
 def _read_if_there(path: Path) -> Any:
-    if not path.is_file():
+    """What a JSON file holds; None, to be computed anew, where none is there or whole."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
         return None
-    return json.loads(path.read_text("utf-8"))
 
 
 # --- converted layers --------------------------------------------------------------------------
@@ -461,7 +463,12 @@ def _take_names_back(draft: Path) -> None:
         part.unlink()
     if not names_path.is_file():
         return
-    names = json.loads(names_path.read_text("utf-8"))
+    try:
+        names = dict(json.loads(names_path.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UnfinishedError(
+            f"{names_path} is damaged ({error}); pass --overwrite to start again"
+        ) from error
     for private, final in names.items():
         path = folder / final
         if path.exists():
