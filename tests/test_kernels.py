@@ -290,6 +290,11 @@ def test_hooks_formats_and_other_routers_run_as_before() -> None:
     handle = register_module_forward_hook(lambda *_: seen.append(2))
     assert block_forward(block, x) is None
     handle.remove()
+    handle = block.experts.act_fn.register_forward_hook(lambda *_: seen.append(3))
+    assert block_forward(block, x) is None
+    assert not fits(block.experts, x)
+    handle.remove()
+    assert fits(block.experts, x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert block_forward(block, x) is None
     assert block_forward(block, x.double()) is None
@@ -301,6 +306,12 @@ def test_hooks_formats_and_other_routers_run_as_before() -> None:
     config = LoraConfig(target_parameters=["score_proj.weight"], target_modules=[])
     get_peft_model(block, config)
     assert block_forward(block, x) is None
+
+
+def test_experts_turn_away_an_input_as_wide_as_their_neurons() -> None:
+    experts = block_of((0, 24, 4, 2, 40), gated=False).experts
+    assert fits(experts, torch.randn(3, 40))
+    assert not fits(experts, torch.randn(3, 24))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use

@@ -83,6 +83,19 @@ def test_the_weight_keeps_its_values_and_is_held_once() -> None:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("unasked_kernel")
+def test_other_layouts_and_devices_change_nothing() -> None:
+    linear = linear_of(40, 24, dtype=torch.float32)
+    x_TI = torch.randn(2, 40)
+    expected_TN = linear_forward(linear, x_TI)
+    assert expected_TN is not None
+    with torch.device("meta"):  # where new tensors go, unless told
+        found_TN = linear_forward(linear, x_TI)
+    assert found_TN is not None
+    assert torch.equal(found_TN, expected_TN)
+    linear.bias = torch.nn.Parameter(torch.randn(48)[::2], requires_grad=False)
+    assert linear_forward(linear, x_TI) is None
+
+
 def test_who_is_turned_away_gets_the_product() -> None:
     linear = linear_of(40, 24, dtype=torch.float32)
     x_TI = torch.randn(FEW_TOKENS + 1, 40)

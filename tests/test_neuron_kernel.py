@@ -163,6 +163,41 @@ def test_who_is_turned_away() -> None:
 
 
 @torch.no_grad()
+def test_inputs_of_another_width_are_turned_away() -> None:
+    """Before anything is read, also where the same neurons ran before."""
+    wide: Any = neurons_of(576, 64)
+    x_TD = inputs_of(wide, 1)
+    assert neurons_forward(wide, x_TD) is not None
+    assert neurons_forward(wide, x_TD[:, :64].contiguous()) is None
+    narrow: Any = neurons_of(64, 576)  # as wide as its neurons are many
+    assert neurons_forward(narrow, x_TD) is None
+
+
+@torch.no_grad()
+def test_another_activation_is_looked_at_again() -> None:
+    neurons: Any = neurons_of(64, 100)
+    x_TD = inputs_of(neurons, 2)
+    assert neurons_forward(neurons, x_TD) is not None
+    neurons.act_fn = nn.ReLU()
+    assert neurons_forward(neurons, x_TD) is None  # the copies still have the old one
+    neurons.router.act_fn = nn.ReLU()
+    found_TD = neurons_forward(neurons, x_TD)
+    assert found_TD is not None
+    torch.testing.assert_close(found_TD, neurons._part_by_part(x_TD), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_copy_is_read_where_it_lies() -> None:
+    copy = neurons_of(64, 100).router.gate_copy
+    expected_FD = copy_weight(copy)
+    assert expected_FD is not None
+    with torch.device("meta"):  # where new tensors go, unless told
+        found_FD = copy_weight(copy)
+    assert found_FD is not None
+    assert torch.equal(found_FD, expected_FD)
+
+
+@torch.no_grad()
 def test_weights_in_8_bits_that_are_turned_away() -> None:
     neurons: Any = neurons_of(64, 100, int8=True)
     x_TD = inputs_of(neurons, 1)

@@ -190,10 +190,14 @@ def _is_usual(experts: Any, x_TD: Tensor) -> bool:
         return False
     if type(experts.act_fn).__name__ not in ACTIVATIONS:
         return False
+    if are_hooked(experts.children()):
+        return False
     if x_TD.dtype not in FUNCTIONS or not is_plain_inference(x_TD):
         return False
     first_RND = _first_matrix(experts)
     if not can_be_read([first_RND, experts.down_proj], x_TD):
+        return False
+    if x_TD.shape[1] != experts.down_proj.shape[1]:
         return False
     contiguous: bool = first_RND.is_contiguous()
     return contiguous

@@ -48,7 +48,7 @@ def linear_forward(linear: Any, x_TI: Tensor) -> Tensor | None:
     x_TI = x_TI.contiguous()
     tokens, inputs = x_TI.shape
     outputs = linear.weight.shape[0]
-    y_TN = torch.empty((tokens, outputs), dtype=x_TI.dtype)
+    y_TN = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
     given = {
         "x_TI": x_TI,
         "out_TN": y_TN,
@@ -84,6 +84,8 @@ def _fits(linear: Any, x_TI: Tensor) -> bool:
             return False
         if parameter.device.type != "cpu":
             return False
+    if linear.bias is not None and not linear.bias.is_contiguous():
+        return False
     if x_TI.device.type != "cpu" or x_TI.shape[1] != linear.weight.shape[1]:
         return False
     for vector in (linear.input_scale, linear.threshold):

@@ -71,9 +71,9 @@ class _Call(ctypes.Structure):
     ]
 
 
-# For each module where its tensors lay when it was looked at, their dtype, and what to
-# call with, or None where it is not for the kernel.
-_KNOWN: WeakKeyDictionary[Any, tuple[list[int], torch.dtype, _Call | None]] = (
+# For each module where its tensors lay when it was looked at, their dtype and activation,
+# and what to call with, or None where it is not for the kernel.
+_KNOWN: WeakKeyDictionary[Any, tuple[list[int], Any, _Call | None]] = (
     WeakKeyDictionary()
 )
 
@@ -87,6 +87,8 @@ def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
     if not 0 < len(x_TD) <= FEW_TOKENS or torch.is_grad_enabled():
         return None
     if x_TD.dtype not in FUNCTIONS or not is_plain_inference(x_TD):
+        return None
+    if x_TD.ndim != 2 or x_TD.shape[1] != neurons.block.hidden_size:
         return None
     if gpu.takes(x_TD):
         return _on_gpu(neurons, x_TD)
@@ -126,7 +128,7 @@ def copy_weight(copy: Any) -> Tensor | None:
     if compiled is None:
         return None
     shape = (copy.out_features, copy.in_features)
-    weight_FD = torch.empty(shape, dtype=dtype)
+    weight_FD = torch.empty(shape, dtype=dtype, device=scales_FG.device)
     getattr(compiled, COPY_FUNCTIONS[dtype])(
         *(
             ctypes.c_void_p(tensor.data_ptr())
@@ -170,10 +172,11 @@ def _call_of(neurons: Any, x_TD: Tensor) -> _Call | None:
         0 if tensor is None else tensor.data_ptr()
         for tensor in tensors.values()
     ]
+    kinds = (x_TD.dtype, *_activations(neurons))
     known = _KNOWN.get(neurons)
     if known is not None:
-        known_pointers, known_dtype, call = known
-        if known_pointers == pointers and known_dtype == x_TD.dtype:
+        known_pointers, known_kinds, call = known
+        if known_pointers == pointers and known_kinds == kinds:
             return call
     call = None
     if _fits(neurons, tensors, x_TD) and library() is not None:
@@ -183,8 +186,15 @@ def _call_of(neurons: Any, x_TD: Tensor) -> _Call | None:
             call.bits = neurons.router.gate_copy.bits
         for name, pointer in zip(tensors, pointers, strict=True):
             setattr(call, name, pointer)
-    _KNOWN[neurons] = (pointers, x_TD.dtype, call)
+    _KNOWN[neurons] = (pointers, kinds, call)
     return call
+
+
+def _activations(neurons: Any) -> tuple[type, type]:
+    """Of the neurons, and of the copies that choose them; the same where there is none."""
+    parts = neurons._modules
+    own = parts["act_fn"]
+    return type(own), type(parts["router"]._modules.get("act_fn", own))
 
 
 def _tensors(neurons: Any) -> dict[str, Tensor | None]:
@@ -233,15 +243,14 @@ def _fits(
     """Whether all parts and tensors are as a conversion makes them, and together."""
     if not _has_known_parts(neurons):
         return False
-    if type(neurons.act_fn).__name__ not in ACTIVATIONS:
+    own, of_copies = _activations(neurons)
+    if own.__name__ not in ACTIVATIONS or own is not of_copies:
         return False
     in_8_bits = "down_scales_FG" in tensors
     if not in_8_bits:
         matrices = [tensors[name] for name in ("gate_FD", "up_FD", "down_FD")]
         if not can_be_read(matrices, x_TD):
             return False
-    elif x_TD.shape[1] != neurons.block.hidden_size:
-        return False
     for name, tensor in tensors.items():
         dtype = x_TD.dtype
         if name == "bias_F":
