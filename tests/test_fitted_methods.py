@@ -332,7 +332,7 @@ def test_a_damaged_configuration_is_said_of_its_model() -> None:
     with pytest.raises(MoesaicError, match=r"the config\.json of mine contradicts itself: output"):
         check_converted(model.config, "mine")
     model.config.moesaic = {"format": 1, "base_model": "demo"}
-    with pytest.raises(MoesaicError, match=r"the config\.json of mine was written by an older"):
+    with pytest.raises(MoesaicError, match=r"the config\.json of mine was written by another"):
         check_converted(model.config, "mine")
 
 
