@@ -137,24 +137,22 @@ def print_result(result: dict[str, Any]) -> None:
     out.print(table)
     where = f"{result['engine']} {result['version']} on {result['device']}"
     about = f"{result['model']}, {where}, rounds: {result['rounds']}"
-    out.print(about, markup=False, highlight=False)
+    out.print(about, highlight=False)
     if len(set(result["dtypes"])) > 1:
         own, others = result["dtypes"]
         out.print(
             f"it was timed in {own}, the other in {others}: --dtype makes them equal",
-            markup=False,
             highlight=False,
         )
     for name in result["emulated"]:
         out.print(
             f"this processor has no instructions for {name}, and torch is much "
             "slower in it than in float32; see what --dtype float32 says",
-            markup=False,
             highlight=False,
         )
     _print_memory(result)
     for line in result["skipped"]:
-        out.print(f"not timed: {line}", markup=False, highlight=False)
+        out.print(f"not timed: {line}", highlight=False)
 
 
 def _floor_cells(row: dict[str, Any]) -> list[str]:

@@ -248,7 +248,7 @@ def _convert(
     )
     page = choices["output"] / PAGE_FILE
     if page.is_file():
-        out.print(f"report: {page}", markup=False, highlight=False)
+        out.print(f"report: {page}", highlight=False)
     if Path(source).exists():
         out.print(
             "(better on another text: most of this one may have been used for "

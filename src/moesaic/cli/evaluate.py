@@ -232,7 +232,6 @@ def default_dense(model: str, trust_remote_code: bool) -> str | None:
     except MoesaicError as error:
         err.print(
             f"no comparison with the dense model: {error}",
-            markup=False,
             highlight=False,
         )
         return None

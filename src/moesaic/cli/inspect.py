@@ -83,7 +83,7 @@ def inspect_command(
     if html is None:
         out.print("more of it on a page: --html report.html")
     else:
-        out.print(f"page: {html}", markup=False, highlight=False)
+        out.print(f"page: {html}", highlight=False)
 
 
 def _print(inspected: Inspected) -> None:
@@ -92,7 +92,7 @@ def _print(inspected: Inspected) -> None:
 
     record = inspected.record
     answers = inspected.answers
-    out.print(record.title, style="bold", markup=False, highlight=False)
+    out.print(record.title, style="bold", highlight=False)
     for question, lines in (
         ("What did I lose?", answers.lost),
         ("Where?", answers.where),
@@ -102,7 +102,7 @@ def _print(inspected: Inspected) -> None:
         out.print(question, style="bold")
         for line in lines:
             words = line.replace(FOLDER, shlex.quote(record.model))
-            out.print(f"  - {words}", markup=False, highlight=False)
+            out.print(f"  - {words}", highlight=False)
     _print_layers(inspected)
 
 

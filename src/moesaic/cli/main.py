@@ -104,7 +104,7 @@ def _refuse(message: str, first_speaks: bool = True) -> int:
     """
     if not (launch.is_first() and first_speaks):
         time.sleep(TO_BE_ENDED)
-    err.print(f"error: {message}", markup=False, highlight=False)
+    err.print(f"error: {message}", highlight=False)
     return 2
 
 

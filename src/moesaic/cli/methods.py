@@ -41,7 +41,7 @@ def _print_all() -> None:
         title = f"Runs in {runs}:"
         if runs is None:
             title = "References to compare with; no model can hold them:"
-        out.print(title, style="bold", markup=False, highlight=False)
+        out.print(title, style="bold", highlight=False)
         _print("")
         for description in descriptions:
             _print_description(description)
@@ -97,4 +97,4 @@ def _print_settings(name: str) -> None:
 
 
 def _print(line: str) -> None:
-    out.print(line, markup=False, highlight=False)
+    out.print(line, highlight=False)

@@ -90,12 +90,12 @@ def reproduce_command(
     )
     if done.failed:
         for name, reason in done.failed.items():
-            err.print(f"error: {name}: {reason}", markup=False, highlight=False)
+            err.print(f"error: {name}: {reason}", highlight=False)
         raise typer.Exit(BAD_INPUT)
 
 
 def _say(line: str) -> None:
-    err.print(line, markup=False, highlight=False)
+    err.print(line, highlight=False)
 
 
 def _texts(given: list[str]) -> dict[str, str]:

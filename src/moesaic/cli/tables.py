@@ -159,7 +159,7 @@ def report_tables(report: ConversionReport, output: str) -> None:
     if steps:
         out.print("if that is too much loss, try one of:")
     for step in steps:
-        out.print(f"  - {step}", highlight=False, markup=False)
+        out.print(f"  - {step}", highlight=False)
 
 
 def _layer_table(report: ConversionReport) -> Table:
@@ -337,12 +337,12 @@ def comparison_table(result: dict[str, Any]) -> None:
             table.add_row(*folded(*[column.cell(row) for column in columns]))
         out.print(table)
     for meaning in meanings(rows):
-        out.print(meaning, style="dim", markup=False, highlight=False)
+        out.print(meaning, style="dim", highlight=False)
     out.print(f"dense perplexity: {perplexities(result['dense'])}")
     if result["settings"]["finetune"] is not None:
         out.print(tuning_words(result))
     for line in result["remarks"]:
-        out.print(line, markup=False)
+        out.print(line)
 
 
 def _heads(columns: Sequence[Any]) -> list[Column]:

@@ -275,7 +275,7 @@ def _read_if_there(path: Path) -> Any:
     """What a JSON file holds; None, to be computed anew, where none is there or whole."""
     try:
         return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
 
 
