@@ -83,6 +83,11 @@ def test_apart_holds_out_in_any_case_and_fits_on_evenly_spaced_tokens(hold_out: 
     assert torch.equal(joined(view.fit()), x_TD[[*range(0, 40, 2), *range(40, 70, 2)]])
     assert torch.equal(joined(view.heldout()), x_TD[70:])
     assert torch.equal(joined(inputs.apart(70).fit()), x_TD[:70])
+    assert torch.equal(inputs.heldout_sample(4), x_TD[70::3])
+    thinned = inputs.apart(70, heldout=4)
+    assert torch.equal(joined(thinned.heldout()), x_TD[70::3])
+    assert torch.equal(thinned.heldout_sample(2), x_TD[70::6])
+    assert len(joined(inputs.heldout())) == 10
     assert inputs.hold_out == hold_out
     assert len(joined(inputs.fit())) == (70 if hold_out else 80)
 

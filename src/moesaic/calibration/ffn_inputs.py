@@ -66,6 +66,7 @@ class FFNInputs:
         self._split = split
         self._first = part.first
         self._first_heldout = part.first_heldout
+        self._num_heldout = split.tokens - split.first_heldout
         self._fit: list[Tensor] = []
         self._heldout: list[Tensor] = []
         self._known: dict[StatisticsKind, Statistics] = {}
@@ -80,10 +81,18 @@ class FFNInputs:
                 self._heldout.append(x_TD[cut:].to(storage))
             start += tokens
 
-    def apart(self, most: int) -> FFNInputs:
-        """The same with tokens held out in any case, and about `most` to fit on."""
+    def apart(self, most: int, heldout: int | None = None) -> FFNInputs:
+        """The same with tokens held out in any case, and about `most` to fit on.
+
+        With `heldout` at most so many are held out, those of `heldout_sample`.
+        """
         view = copy.copy(self)
         view.hold_out = True
+        if heldout is not None:
+            held_stride = self._heldout_stride(heldout)
+            view._heldout = self._every_heldout(held_stride)
+            view._first_heldout = -(-self._first_heldout // held_stride)
+            view._num_heldout = -(-self._num_heldout // held_stride)
         stride = max(-(-self._split.first_heldout // most), 1)
         view._fit = every(self._fit, stride, self._first)
         view._first = -(-self._first // stride)
@@ -129,10 +138,16 @@ class FFNInputs:
 
     def heldout_sample(self, most: int) -> Tensor:
         """At most so many of the last tokens of the split (T, D), evenly spaced."""
-        heldout = self._split.tokens - self._split.first_heldout
-        stride = -(-heldout // most)
-        blocks = every(self.own_heldout(), stride, self._first_heldout)
+        stride = self._heldout_stride(most)
+        blocks = self._on_device(self._every_heldout(stride))
         return self.share.gathered(blocks)
+
+    def _heldout_stride(self, most: int) -> int:
+        return -(-self._num_heldout // most)
+
+    def _every_heldout(self, stride: int) -> list[Tensor]:
+        """Of the last tokens of the split, evenly spaced ones: those held here."""
+        return every(self._heldout, stride, self._first_heldout)
 
     @property
     def _to_fit(self) -> list[Tensor]:
