@@ -470,6 +470,11 @@ def no_heads(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
 
 
+def unknown_activation(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "foo"}))
+
+
 def quantise(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
@@ -502,6 +507,7 @@ def break_tokenizer(folder: Path) -> None:
         (fewer_layers, "weights that its config.json leaves out, among them model.layers.3"),
         (no_layers, "supported are"),
         (no_heads, "error"),
+        (unknown_activation, "'foo' is no known name; see where its config.json has it"),
         (quantise, "is quantised"),
         (lead_to_the_card, "names 'README.md', which is no safetensors file"),
         (lead_outside, "names '../outside.safetensors', which is no file of its folder"),

@@ -19,6 +19,20 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def first_line(error: Exception) -> str:
+    """The first line of another library's error that says something, or its kind.
+
+    A name that was looked up and not found says nothing by itself.
+    """
+    for line in str(error).splitlines():
+        if not line.strip():
+            continue
+        if isinstance(error, KeyError):
+            line += " is no known name; see where its config.json has it"
+        return line.strip()
+    return type(error).__name__
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> MoesaicError:
     """The error for a name that is not in `known`, with the nearest names suggested."""
     names = sorted(known)

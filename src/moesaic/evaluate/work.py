@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, first_line
 from moesaic.families import DenseFFN, FFNs, Mixtures, find_ffns
 from moesaic.modeling import (
     MoEConfig,
@@ -61,11 +61,9 @@ def meta_model(config: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises many kinds for odd values
-        lines = str(error).splitlines()
-        reason = lines[0] if lines else type(error).__name__
         raise MoesaicError(
             f"this {config.model_type} config is no causal language model's: "
-            f"{reason}"
+            f"{first_line(error)}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.demo import demo_path
-from moesaic.errors import MoesaicError, reason_of, unknown
+from moesaic.errors import MoesaicError, first_line, reason_of, unknown
 from moesaic.families.gguf_header import read_header
 from moesaic.modeling import ConfigError, MoEConfig
 
@@ -405,7 +405,7 @@ def load_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
                 place, trust_remote_code=trust_remote_code, **options
             )
     except Exception as error:  # transformers raises many kinds for one cause
-        line = _first_line(error)
+        line = first_line(error)
         raise MoesaicError(
             f"{model} has no usable tokenizer: {line}"
         ) from error
@@ -429,16 +429,8 @@ def _model_type(where: Path) -> str | None:
     return family
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of an error that says something, or the error's kind."""
-    for line in str(error).splitlines():
-        if line.strip():
-            return line.strip()
-    return type(error).__name__
-
-
 def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
-    line = _first_line(error)
+    line = first_line(error)
     if not Path(model).exists() and str(model) != "demo":
         return MoesaicError(
             f"{model}: no such folder, and the hub has no such model or cannot be reached ({line})"

@@ -1,7 +1,7 @@
 """Compiles the C++ of this package for the machine it runs on, once.
 
 The library lies in the user's cache folder, under a name that says from which source, by
-which compiler and for which processor it was made.
+which compiler, for which processor and for which C library it was made.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def _compiled(folder: Path) -> Path:
         *(path.read_bytes() for path in (*HEADERS, *SOURCES)),
         version,
         _processor(),
+        "-".join(platform.libc_ver()).encode(),
         " ".join(FLAGS).encode(),
     ]
     digest = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
