@@ -38,7 +38,7 @@ BLOCKS = str(ROOT / "tests/method_files/last_blocks.py")
 METHODS = [*SAVED, SHOWN, LINEAR, BLOCKS]
 WINDOWS = tokens(16, CONTEXT, seed=1)
 DOMAINS = {"even": WINDOWS[::2], "odd": WINDOWS[1::2]}  # for methods that want several texts
-QUICK = {"layer_budgets": "uniform", "prompt": 16}  # where a method has it
+QUICK = {"layer_budgets": "uniform", "prompt": 16, "tokens": 64}  # where a method has it
 
 
 @pytest.fixture(scope="session")
