@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from typer.main import get_command
 
 import moesaic
+from moesaic.cli import tables
 from moesaic.cli.main import app, main
 from moesaic.cli.options import parse_settings
 from moesaic.conversion.advice import next_steps
@@ -868,3 +869,24 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert value["dense"] < value["cmoe"] < value["random"]
     assert value["dense"] < value["moesaic"] < value["cmoe"]
     assert "moesaic eval" in printed
+
+
+@pytest.mark.parametrize(
+    ("unit", "model_bytes", "said"),
+    [
+        ("neurons", 1, "reads fewer bytes for a token than the dense one, and computes more"),
+        ("neurons", 3, "take a lower budget"),
+        ("experts", 1, "take a coarser grain or a lower budget"),
+    ],
+)
+def test_a_result_that_computes_more_than_the_dense_model(
+    monkeypatch: pytest.MonkeyPatch, unit: str, model_bytes: int, said: str
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(tables.out, "print", printed.append)
+    report: Any = SimpleNamespace(
+        layers=[], unit=unit, macs=2, dense_macs=2, bytes=model_bytes, dense_bytes=2
+    )
+    tables._print_warnings(report)
+    (line,) = printed
+    assert said in line

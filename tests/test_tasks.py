@@ -628,7 +628,7 @@ def test_without_the_harness(
 ) -> None:
     monkeypatch.setattr("moesaic.evaluate.tasks.find_spec", lambda name: None)
     code, _, error = run("eval", "demo", "--tasks", "piqa", "--task-data", data)
-    check_error(code, error, "pip install 'moesaic[tasks]'")
+    check_error(code, error, "pip install 'lm-eval>=0.4.13'")
 
 
 def test_only_one_module_imports_the_harness_and_none_imports_that_at_once() -> None:

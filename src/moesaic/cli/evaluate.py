@@ -67,7 +67,7 @@ def evaluate_command(
         typer.Option(
             help="Ask questions instead, with commas: piqa, winogrande, arc_easy, "
             "arc_challenge, hellaswag, mmlu, gsm8k, humaneval. "
-            "Needs pip install 'moesaic[tasks]'."
+            "Needs pip install 'lm-eval>=0.4.13'."
         ),
     ] = None,
     fewshot: Annotated[
@@ -87,7 +87,7 @@ def evaluate_command(
     batch_size: Annotated[
         str | None,
         typer.Option(
-            help="Answers computed at once, or auto: 8 on a CPU, what fits on a GPU. "
+            help="Answers computed at once, or auto: up to 16 on a CPU, what fits on a GPU. "
             "[default: auto]"
         ),
     ] = None,

@@ -45,7 +45,8 @@ def export_command(
         str,
         typer.Option(
             help="How far to scale the router's scores down: their standard deviation "
-            "afterwards. auto leaves the gates within 2e-4 of 1."
+            "afterwards. auto leaves the gates within 2e-4 of 1, with many "
+            "small experts within 1.6e-3."
         ),
     ] = "auto",
     dtype: Annotated[

@@ -74,7 +74,7 @@ def finetune_command(
         typer.Option(
             help="Learning rate of LoRA weights and routers. In routed experts it is "
             "divided by R^(1/4) for R of them. "
-            "[default: fits steps, batch and width; the paper's 5.95e-5 for its run]"
+            "[default: fits steps, width and teacher; the paper's 5.95e-5 for its run]"
         ),
     ] = None,
     scale_lr: Annotated[
@@ -128,7 +128,7 @@ def finetune_command(
         bool | None,
         typer.Option(
             "--gradient-checkpointing/--no-gradient-checkpointing",
-            help="Needs less memory and a fifth more time. "
+            help="Needs less memory and more time. "
             "[default: on a CPU, for windows of over 512 tokens]",
         ),
     ] = None,

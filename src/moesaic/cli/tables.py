@@ -243,14 +243,19 @@ def _print_warnings(report: ConversionReport) -> None:
         out.print(
             f"routing does not beat static pruning at the same budget in layers {which}"
         )
-    if report.macs >= report.dense_macs:
-        cheaper = "a coarser grain"
-        if report.unit == "neurons":
-            cheaper = "fewer directions (--set directions=8)"
+    if report.macs < report.dense_macs:
+        return
+    if report.unit == "neurons" and report.bytes < report.dense_bytes:
         out.print(
-            "this layout computes more than the dense model: its router costs more "
-            f"than the skipped neurons; take {cheaper} or a lower budget"
+            "this model reads fewer bytes for a token than the dense one, and computes "
+            "more: it saves time for one sequence at a time at best"
         )
+        return
+    cheaper = "" if report.unit == "neurons" else "a coarser grain or "
+    out.print(
+        "this layout computes more than the dense model: its router costs more "
+        f"than the skipped neurons; take {cheaper}a lower budget"
+    )
 
 
 def _print_choices(report: ConversionReport) -> None:

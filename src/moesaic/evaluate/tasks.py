@@ -219,7 +219,7 @@ def _check_harness() -> None:
     if find_spec("lm_eval") is None:
         raise MoesaicError(
             "--tasks needs EleutherAI's evaluation harness: "
-            "pip install 'moesaic[tasks]'"
+            "pip install 'lm-eval>=0.4.13'"
         )
 
 

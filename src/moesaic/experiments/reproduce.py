@@ -195,7 +195,7 @@ def _check_questions(
         return
     if find_spec("lm_eval") is None:
         raise MoesaicError(
-            f"{', '.join(names)} ask questions: pip install 'moesaic[tasks]', or leave "
+            f"{', '.join(names)} ask questions: pip install 'lm-eval>=0.4.13', or leave "
             "them out by --tables"
         )
     if task_data is not None:
