@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from moesaic.bench import engine as engine_module
 from moesaic.bench.bench import bench
@@ -367,3 +368,11 @@ def test_code_beside_the_weights_runs_only_if_asked(
     assert not has_module("/bin/true", "moesaic")  # no Python, and content with anything
     with pytest.raises(MoesaicError, match=r"install moesaic for .* or say --trust-remote-code"):
         bench(str(tmp_path), engine="vllm", engine_python=bare, prefill=8, decode=2)
+
+
+def test_a_configuration_without_a_format_names_none() -> None:
+    config = LlamaConfig(dtype=None)
+    format_of = sys.modules["moesaic.bench.bench"]._format_of
+    assert format_of(config, "auto") is None
+    assert format_of(config, "bfloat16") == "bfloat16"
+    assert format_of(LlamaConfig(dtype="float16"), "auto") == "float16"

@@ -712,6 +712,7 @@ def report(**facts: object) -> SimpleNamespace:
         "layout": "S1A21E32",
         "tokens": 131_072,
         "active_ffn_fraction": 0.75,
+        "layers": [],
     }
     return SimpleNamespace(**(usual | facts))
 
@@ -729,6 +730,8 @@ def test_advice_follows_from_the_facts_of_a_report() -> None:
     assert "--method moesaic-dynamic" in usual
     assert "--method moesaic-neurons" in usual
     assert "calibration" not in usual
+    mixture = [SimpleNamespace(experts=[{"expert": 0}])]
+    assert "--method moesaic-neurons" not in advice(layers=mixture)
     assert advice(perplexity=10.3) == ""
     assert advice(perplexity=None) == ""
     assert "4,096 tokens are few" in advice(tokens=4096)

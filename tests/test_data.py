@@ -321,3 +321,9 @@ def test_a_field_that_holds_no_text_is_refused(tmp_path: Path, value: Any) -> No
     path.write_text(json.dumps({"text": value}))
     with pytest.raises(MoesaicError, match=f"has a {type(value).__name__} where text should be"):
         read_documents(path)
+
+
+def test_a_zip_has_no_fields(tmp_path: Path) -> None:
+    write_zip(tmp_path / "x.zip")
+    with pytest.raises(MoesaicError, match="has no fields; leave out :body"):
+        read_documents(f"{tmp_path}/x.zip:body")

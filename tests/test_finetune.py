@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic.calibration.checks import checksum
 from moesaic.cli import main as cli
 from moesaic.errors import MoesaicError
 from moesaic.families.load import load_model
@@ -36,7 +38,7 @@ from moesaic.finetune.lora import (
 from moesaic.finetune.masked import masked, straight_through
 from moesaic.finetune.options import Machine, Mix, Settings
 from moesaic.finetune.prepare import draw_windows
-from moesaic.finetune.train import RecoveryTrainer, Trained, gather, train
+from moesaic.finetune.train import RecoveryTrainer, Trained, gather, last_checkpoint, train
 from moesaic.modeling import MoesaicQuadraticRouter
 from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, tiny_model, tokens
@@ -726,3 +728,35 @@ def test_a_bias_that_no_format_holds_is_said_so(
     moesaic.finetune(**tuned_input | {"model": str(folder), "scale_lr": 0.0})
     reasons = moesaic.explain(str(tmp_path / "tuned"))
     assert any("fine-tune with --balance-rate 0" in reason for reason in reasons["qwen2_moe"])
+
+
+def test_a_checkpoint_that_is_not_whole_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file({"a": torch.ones(1)}, folder / "adapter_model.safetensors")
+        (folder / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-2/trainer_state.json").write_text('{"epoch": ')
+    (tmp_path / "checkpoint-3/adapter_model.safetensors").write_bytes(b"")
+    (tmp_path / "checkpoint-4/trainer_state.json").unlink()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    (tmp_path / "checkpoint-1/trainer_state.json").write_text("")
+    assert last_checkpoint(tmp_path) is None
+
+
+def test_training_is_refused_where_it_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_module, "choose_device", torch.device)
+    with pytest.raises(MoesaicError, match="device mps: training runs on cpu or cuda only"):
+        checks_module._check_device("mps")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_does_not_depend_on_the_order_of_its_numbers(dtype: torch.dtype) -> None:
+    """So threads and devices agree; a sum of floats would not. Another value is another one."""
+    values = torch.randn(10_000).to(dtype)
+    assert checksum(values) == checksum(values.flip(0))
+    changed = values.clone()
+    changed[7] += 1
+    assert checksum(changed) != checksum(values)
+    assert checksum(torch.tensor([True, False, True])) == 2

@@ -507,6 +507,15 @@ def test_a_model_that_routes_by_token_knows_its_ids(name: str, tmp_path: Path) -
             one(inputs_embeds=one.get_input_embeddings()(prompt))
 
 
+def test_a_decoder_inside_the_base_model_tells_its_ids(tmp_path: Path) -> None:
+    model = converted("moebert", "opt", output=tmp_path / "out")
+    found = logits(model, IDS[:1, :8])
+    router = blocks_of(model)[0].router
+    assert torch.equal(router.token_ids.current, IDS[0, :8])
+    loaded = moesaic.families.load.load_model(tmp_path / "out")
+    torch.testing.assert_close(logits(loaded, IDS[:1, :8]), found)
+
+
 @pytest.mark.parametrize("name", ["moebert", "read-me"])
 def test_a_layer_s_report_is_that_of_the_tokens_it_measured(name: str) -> None:
     """A router that was told other tokens' ids would lose something else."""
@@ -739,12 +748,19 @@ def test_training_moves_what_a_router_has(name: str) -> None:
     logits(merged)
 
 
-@pytest.mark.parametrize("name", ["moebert", "moefication"])
-def test_it_is_fine_tuned_saved_and_loaded(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [("moebert", False), ("moefication", False), ("moebert", True), ("read-me", True)],
+)
+def test_it_is_fine_tuned_saved_and_loaded(name: str, again: bool, tmp_path: Path) -> None:
+    """Also where layers are computed again: routers then ask for the same tokens' ids again."""
     folder = tmp_path / "out"
     converted(name, output=folder)
     tokenizer().save_pretrained(folder)
-    moesaic.finetune(folder, tmp_path / "tuned", WINDOWS, samples=4, epochs=1, distill="none")
+    moesaic.finetune(
+        folder, tmp_path / "tuned", WINDOWS, samples=4, epochs=1, distill="none",
+        gradient_checkpointing=again,
+    )  # fmt: skip
     loaded = moesaic.families.load.load_model(tmp_path / "tuned")
     assert torch.isfinite(logits(loaded)).all()
     assert not torch.equal(logits(loaded), logits(moesaic.families.load.load_model(folder)))
@@ -786,3 +802,9 @@ def test_settings_out_of_range_are_refused() -> None:
         (key,) = settings
         with pytest.raises(MoesaicError, match=key):
             load_method(name, settings)
+
+
+def test_texts_as_rows_and_as_windows_are_not_mixed() -> None:
+    mixed: Any = {"even": DOMAINS["even"], "odd": DOMAINS["odd"].flatten()}
+    with pytest.raises(MoesaicError, match="give all as rows, or all as windows"):
+        moesaic.convert(tiny_model("qwen3"), "read-me", "S1A3E5", mixed, sequence_length=CONTEXT)

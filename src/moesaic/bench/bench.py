@@ -187,12 +187,17 @@ def _config_of(
 
 
 def _format_of(config: Any, dtype: str) -> str | None:
-    """The number format that a model is timed in; None for llama.cpp."""
+    """The number format that a model is timed in; None where no one says it.
+
+    So in llama.cpp, and for a configuration without one.
+    """
     if config is None:
         return None
     if dtype != AUTO:
         return dtype
     own = config.get_text_config().dtype
+    if own is None:  # the weights decide, which are not read here
+        return None
     return str(own).removeprefix("torch.")
 
 

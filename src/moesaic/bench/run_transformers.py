@@ -59,7 +59,8 @@ def memory() -> int:
     """Of the GPU where one was used, else of this process."""
     on_gpu = 0
     if torch.cuda.is_available():
-        on_gpu = torch.cuda.max_memory_allocated()
+        gpus = range(torch.cuda.device_count())
+        on_gpu = max(map(torch.cuda.max_memory_allocated, gpus))
     held: int = on_gpu or peak()
     return held
 

@@ -13,6 +13,8 @@ from moesaic.calibration.hidden_states import Stream
 from moesaic.errors import MoesaicError
 from moesaic.families import FFNs
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def check_weights(ffns: FFNs, model: Any) -> str:
     """A digest of all weights; two passes over them.
@@ -35,12 +37,18 @@ def check_weights(ffns: FFNs, model: Any) -> str:
             raise MoesaicError(
                 f"{where}the weights {name!r} hold NaN or infinity"
             )
-        integers = torch.int16 if values.element_size() == 2 else torch.int32
-        # Sums of whole numbers do not depend on the order in which threads add them.
-        checksum = values.view(integers).sum(dtype=torch.int64)
-        line = f"{name} {tuple(values.shape)} {checksum}"
+        line = f"{name} {tuple(values.shape)} {checksum(values)}"
         digest.update(line.encode())
     return digest.hexdigest()
+
+
+def checksum(values: Tensor) -> int:
+    """The sum of the numbers that its bytes are, read as whole ones.
+
+    That does not depend on the order in which threads, or a GPU, add them.
+    """
+    integers = _INTEGERS[values.element_size()]
+    return int(values.view(integers).sum(dtype=torch.int64))
 
 
 def check_on(model: Any, device: torch.device, why: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moesaic.demo import DEMO_SPLITS, demo_documents
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, first_line
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _file(name: str) -> list[str]:
         zlib.error,
         RuntimeError,
     ) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise MoesaicError(f"cannot read {path}: {reason}") from error
 
 
@@ -172,6 +172,7 @@ def _path_and_field(name: str) -> tuple[Path, str | None]:
 
 def _read_file(path: Path, field: str | None) -> list[str]:
     if path.suffix == ".zip":
+        _check_no_field(path, field)
         return list(_zip_members(path))
     if path.suffix == ".parquet":
         return _parquet_rows(path, field or _USUAL_FIELD)
@@ -187,11 +188,15 @@ def _read_file(path: Path, field: str | None) -> list[str]:
         rows = [line for line in lines if line.strip()]
         name = field or _USUAL_FIELD
         return [_field_of(path, row, name) for row in rows]
+    _check_no_field(path, field)
+    return [text]
+
+
+def _check_no_field(path: Path, field: str | None) -> None:
     if field is not None:
         raise MoesaicError(
             f"{path} is plain text, which has no fields; leave out :{field}"
         )
-    return [text]
 
 
 def _zip_members(path: Path) -> Iterator[str]:

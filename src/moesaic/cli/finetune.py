@@ -58,7 +58,8 @@ def finetune_command(
         int | None,
         typer.Option(
             help="Windows of one optimiser step, over all processes. "
-            "[default: 16, or a 48th of fewer than 768 --samples]"
+            "[default: 16, or a 48th of fewer than 768 windows, "
+            "--samples times --epochs]"
         ),
     ] = None,
     rank: Annotated[

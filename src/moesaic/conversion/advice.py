@@ -44,7 +44,8 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
         steps.append(
             "a finer grain, more and smaller experts: --grain fine without --layout"
         )
-    steps += _other_methods(method)
+    is_mixture = any(layer.experts for layer in report.layers)
+    steps += _other_methods(method, is_mixture)
     skipped = 1 - report.active_ffn_fraction
     replaces_ffns = _replaces_ffns(method)
     if skipped > 0:
@@ -83,7 +84,7 @@ def _could_be_finer(report: ConversionReport) -> bool:
     return Layout.parse(report.layout).num_total <= GRAINS["medium"]
 
 
-def _other_methods(method: str) -> list[str]:
+def _other_methods(method: str, is_mixture: bool) -> list[str]:
     """Methods that lose less than this one, with what they ask for."""
     steps: list[str] = []
     if not method.startswith(OURS):
@@ -93,9 +94,10 @@ def _other_methods(method: str) -> list[str]:
             f"as many experts for each token as it needs: --method {DYNAMIC} "
             f"({METHODS[DYNAMIC].runs})"
         )
-    if method in {OURS, DYNAMIC}:
+    if method in {OURS, DYNAMIC} and not is_mixture:
         steps.append(
-            "every neuron an expert, which is fast for one user at a time: "
+            "every neuron an expert, which is fast for one user at a time, where FFNs "
+            "have gates: "
             f"--method {NEURONS} ({METHODS[NEURONS].runs})"
         )
     return steps

@@ -346,11 +346,12 @@ def linears_report(
     """One report of a layer's linear layers: the mean of their errors."""
     split = calibration.split
     heldout = split.tokens - split.first_heldout
+    stride = -(-heldout // MOST_TOKENS)
     mean_error = sum(errors) / len(errors)
     return LayerReport(
         layer=layer,
         seconds=None,
-        tokens=min(heldout, MOST_TOKENS),
+        tokens=-(-heldout // stride),
         heldout=fitted,
         relative_error=mean_error,
         references={},

@@ -146,6 +146,11 @@ def read_sources(
     if len(sources) == 1:
         only = validations[0] if validations else None
         return all_ids[0], calibration, only
+    if len({ids.ndim for ids in all_ids}) > 1:
+        raise MoesaicError(
+            "some texts are rows of ids (N,) and others windows (N, L); give all as "
+            "rows, or all as windows"
+        )
     ids = torch.cat(all_ids)
     if len(validations) < len(sources):
         return ids, calibration, None

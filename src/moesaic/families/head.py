@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, first_line
+from moesaic.modeling import hooked_token_ids
 
 PROBE_TOKENS = 16
 TOLERANCE = 0.05  # of rounding in bfloat16; another head is further off
@@ -54,7 +55,10 @@ class Head:
         unread_ids = torch.zeros(
             (1, len(hidden_CD)), dtype=torch.long, device=hidden_CD.device
         )
-        with replaced_forward(self.decoder, lambda *_, **__: outputs):
+        with (
+            _same_token_ids(self.decoder),
+            replaced_forward(self.decoder, lambda *_, **__: outputs),
+        ):
             # Not the model's forward attribute, which may be replaced itself.
             forward = type(self.model).forward
             result = forward(self.model, input_ids=unread_ids, use_cache=False)
@@ -76,6 +80,21 @@ def replaced_forward(
             del module.forward
         else:
             module.forward = own
+
+
+@contextmanager
+def _same_token_ids(decoder: Any) -> Iterator[None]:
+    """Routers that choose by token ids go by those of the layers' own call.
+
+    They may ask again: layers are computed once more where activations are not kept.
+    """
+    token_ids = hooked_token_ids(decoder)
+    known = None if token_ids is None else token_ids.current
+    try:
+        yield
+    finally:
+        if token_ids is not None:
+            token_ids.current = known
 
 
 @torch.no_grad()
@@ -100,8 +119,7 @@ def check_head(model: Any, ids_L: Tensor) -> None:
         difference_LV = found_LV.float() - expected_LV.float()
         relative = float(difference_LV.norm() / expected_LV.float().norm())
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
-        raise _no_head(model, reason) from error
+        raise _no_head(model, first_line(error)) from error
     if not relative < TOLERANCE:
         raise _no_head(model, f"relative difference {relative:.2g}")
 

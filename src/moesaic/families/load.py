@@ -101,9 +101,8 @@ def choose_device(device: str | torch.device) -> torch.device:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
         raise MoesaicError(
-            f"device {name!r} is not usable here ({reason}); try auto, cpu or cuda"
+            f"device {name!r} is not usable here ({first_line(error)}); try auto, cpu or cuda"
         ) from error
     return chosen
 

@@ -67,7 +67,12 @@ def _check_seed(seed: int) -> None:
 
 
 def _check_device(device: str) -> None:
-    numbered = choose_device(device).index is not None
+    chosen = choose_device(device)
+    if chosen.type not in {"cpu", "cuda"}:
+        raise MoesaicError(
+            f"device {device}: training runs on cpu or cuda only; take --device cpu"
+        )
+    numbered = chosen.index is not None
     if numbered:
         raise MoesaicError(
             f"device {device}: training takes the first GPU, or those of accelerate "

@@ -57,8 +57,13 @@ class EachStep(TrainerCallback):
     def on_train_end(
         self, args: Any, state: Any, control: Any, **_: Any
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the bar; again does nothing."""
         if self.ticker is not None:
             self.ticker.stop()
+        self.ticker = None
 
 
 def _windows_at_once(args: Any) -> int:

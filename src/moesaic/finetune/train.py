@@ -5,6 +5,7 @@ Shape suffixes: N windows, L tokens of one.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import Trainer, TrainingArguments, set_seed
 
@@ -114,7 +116,7 @@ def train(
             progress=machine.progress,
         )
         with masked(wrapped), replaced_forward(model, losses):
-            trainer.train(resume_from_checkpoint=path)
+            trainer.train_to_the_end(path)
     log = trainer.state.log_history
     history = [line for line in log if "loss" in line]
     sharded = _gathered_adapter(trainer, folder)
@@ -238,9 +240,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     steps = {}
     for path in folder.glob("checkpoint-*"):
         number = path.name.removeprefix("checkpoint-")
-        # Trainer writes its state last: with it the checkpoint is whole.
-        is_whole = (path / "trainer_state.json").is_file()
-        if number.isdigit() and is_whole:
+        if number.isdigit() and _is_whole(path):
             steps[int(number)] = path
         else:
             shutil.rmtree(path, ignore_errors=True)
@@ -248,6 +248,18 @@ def last_checkpoint(folder: Path) -> Path | None:
         return None
     newest = max(steps)
     return steps[newest]
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Trainer writes its state last, in place; after a power cut files may be empty."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+        for path in checkpoint.glob("*.safetensors"):
+            with safe_open(path, "pt"):
+                pass
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return True
 
 
 class RecoveryTrainer(Trainer):
@@ -272,10 +284,18 @@ class RecoveryTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self.parts: dict[str, list[Tensor]] = {}
         self._remove_printer()
-        self.add_callback(EachStep(balancer, progress))
+        self.each_step = EachStep(balancer, progress)
+        self.add_callback(self.each_step)
         self.teacher = teacher
         if teacher is not None:
             teacher.to(self.args.device)
+
+    def train_to_the_end(self, checkpoint: str | None) -> None:
+        """Trains; however that ends, the terminal is left as it was."""
+        try:
+            self.train(resume_from_checkpoint=checkpoint)
+        finally:
+            self.each_step.stop()
 
     def _remove_printer(self) -> None:
         """Trainer's own printing of every logged line to standard output."""

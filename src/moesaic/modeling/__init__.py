@@ -78,7 +78,7 @@ from .routers_moesaic import (
     new_router,
 )
 from .shortcuts_moesaic import with_shortcuts
-from .token_ids_moesaic import TokenIds, token_ids_of
+from .token_ids_moesaic import TokenIds, hooked_token_ids, token_ids_of
 
 AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 
@@ -124,6 +124,7 @@ __all__ = [
     "RouterConfig",
     "Sizes",
     "TokenIds",
+    "hooked_token_ids",
     "View",
     "as_they_are",
     "chosen_for_each_token",

@@ -60,9 +60,19 @@ class TokenIds:
 
 def token_ids_of(base_model: nn.Module) -> TokenIds:
     """The ids that a model was last called with; hooks in once."""
-    for hook in base_model._forward_pre_hooks.values():
+    # OPT's causal language model calls the decoder inside its base model.
+    called = getattr(base_model, "decoder", base_model)
+    hooked = hooked_token_ids(called)
+    if hooked is not None:
+        return hooked
+    ids = TokenIds(base_model.get_input_embeddings())
+    called.register_forward_pre_hook(ids, with_kwargs=True)
+    return ids
+
+
+def hooked_token_ids(called: nn.Module) -> TokenIds | None:
+    """The ids that a module hands on when it is called; None where no router asks."""
+    for hook in called._forward_pre_hooks.values():
         if isinstance(hook, TokenIds):
             return hook
-    ids = TokenIds(base_model.get_input_embeddings())
-    base_model.register_forward_pre_hook(ids, with_kwargs=True)
-    return ids
+    return None
