@@ -109,6 +109,15 @@ def test_a_prompt_that_runs_all_neurons_costs_what_the_dense_one_does() -> None:
     assert floors[1] != pytest.approx(1.0, abs=1e-3)
 
 
+def test_a_prompt_that_runs_all_neurons_in_some_layers_only_has_no_floor() -> None:
+    """The others choose for each token there: what that reads is another count."""
+    config = planned("moesaic-neurons")
+    first, *others = config.moesaic.sizes
+    few = replace(first, num_active=first.num_routed // 4)
+    config.moesaic = replace(config.moesaic, sizes=[few, *others])
+    assert count(config, 128).prompt_macs is None
+
+
 def test_what_is_not_known_has_no_floor() -> None:
     """Inputs that are skipped, neurons of one prompt, neurons by copies."""
     dense = count(planned("dense"), 128)

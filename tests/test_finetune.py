@@ -32,6 +32,7 @@ from moesaic.finetune.lora import (
     blocks_of,
     merge,
     parameter_groups,
+    rates_that_apply,
     routers_of,
     wrap,
 )
@@ -760,3 +761,17 @@ def test_a_checksum_does_not_depend_on_the_order_of_its_numbers(dtype: torch.dty
     changed[7] += 1
     assert checksum(changed) != checksum(values)
     assert checksum(torch.tensor([True, False, True])) == 2
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["moesaic", "moesaic-dynamic", "cmoe", "static-repaired", "moebert", "moesaic-neurons"],
+)
+def test_rates_are_told_of_what_is_trained_and_of_nothing_else(method: str) -> None:
+    budget: Any = {"sparsity": 0.5} if method == "moesaic-neurons" else {"layout": "S2A2E8"}
+    model, _ = moesaic.convert(
+        tiny_model("qwen3"), method, calibration=tokens(16, CONTEXT, seed=1), **budget
+    )
+    told = rates_that_apply(model, 1e-3, 2e-2)
+    groups = parameter_groups(wrap(model, 4, 8, freeze_router=False), 1e-3, 2e-2)
+    assert sorted(told.values()) == sorted(group["lr"] for group in groups)

@@ -75,17 +75,14 @@ def count(config: Any, prompt: int) -> Counted:
     routed = _routed(config, skeleton, weight.element_size())
     if is_converted(config):
         moe = config.moesaic
-        if moe.router is not None and moe.router.prompt is not None:
+        run_all = [moe.block.all_run_in_prompts(sizes) for sizes in moe.sizes]
+        by_prompt = moe.router is not None and moe.router.prompt is not None
+        if by_prompt or (any(run_all) and not all(run_all)):
             prompt_macs = None
-        elif _all_run_in_prompts(moe):
+        elif any(run_all):
             weights = ffn_weights(moe) * config.num_hidden_layers
             prompt_macs += weights * prompt - macs.ffn_and_routers
     return Counted(prompt_macs, token_bytes, routed)
-
-
-def _all_run_in_prompts(moe: MoEConfig) -> bool:
-    layers = [moe.block.all_run_in_prompts(sizes) for sizes in moe.sizes]
-    return bool(layers) and all(layers)
 
 
 def ffn_weights(moe: MoEConfig) -> int:

@@ -88,7 +88,7 @@ def active_copy(router: Any) -> Any:
 
 
 def neuron_routers_of(model: Any) -> list[Any]:
-    """The routers of single neurons, which count no loads."""
+    """The routers that count no loads: of single neurons, and those by token ids."""
     routers = []
     for module in replacements_of(model).values():
         for router in module.router_modules().values():
@@ -207,6 +207,23 @@ def learning_rates(
         "expert_scale": scale_lr,
         "routers with products": MoesaicQuadraticRouter.rate_share * lora_lr,
     }
+
+
+def rates_that_apply(
+    model: Any, lora_lr: float, scale_lr: float
+) -> dict[str, float]:
+    """`learning_rates` of the kinds of weights that a model has, before `wrap`."""
+    rates = learning_rates(model, lora_lr, scale_lr)
+    names = [name for name, _ in model.named_parameters()]
+    there = {
+        "LoRA, routers": True,
+        "LoRA of routed experts": any(
+            isinstance(module, MoesaicExperts) for module in model.modules()
+        ),
+        "expert_scale": any(name.endswith("expert_scale") for name in names),
+        "routers with products": bool(_slow_parameters(model)),
+    }
+    return {kind: rate for kind, rate in rates.items() if there[kind]}
 
 
 def parameter_groups(

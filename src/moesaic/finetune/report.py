@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.finetune.balance import Loads
-from moesaic.finetune.lora import learning_rates, neuron_routers_of
-from moesaic.finetune.options import Settings
+from moesaic.finetune.lora import rates_that_apply
 from moesaic.finetune.prepare import TrainingInput
 
 
@@ -84,19 +83,12 @@ def new_report(inputs: TrainingInput, student: Any) -> FinetuneReport:
         distill=inputs.teacher,
         teacher_tuned=options.tune_teacher,
         settings=inputs.settings.to_dict(),
-        rates=_rates(student, inputs.settings),
+        rates=rates_that_apply(
+            student, inputs.settings.lora_lr, inputs.settings.scale_lr
+        ),
         merged=options.merge,
         heldout=None if validation is None else validation.name,
     )
-
-
-def _rates(model: Any, settings: Settings) -> dict[str, float]:
-    """Learning rates, as far as the model has such weights."""
-    rates = learning_rates(model, settings.lora_lr, settings.scale_lr)
-    if neuron_routers_of(model):
-        first = next(iter(rates))
-        return {first: rates[first]}
-    return rates
 
 
 def _public_name(model: str) -> str:
