@@ -154,9 +154,16 @@ class Balancer:
         self.centre = centre
         self.bound_L = bound_L
         self.counting = False
-        for layer, router in enumerate(self.routers):
+        self._handles = [
             router.register_forward_hook(self._hook(layer))
+            for layer, router in enumerate(self.routers)
+        ]
         self.clear()
+
+    def remove_hooks(self) -> None:
+        """After training, whose model counts no more."""
+        for handle in self._handles:
+            handle.remove()
 
     def clear(self) -> None:
         """Sets all counts to zero."""

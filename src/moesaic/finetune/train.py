@@ -291,11 +291,13 @@ class RecoveryTrainer(Trainer):
             teacher.to(self.args.device)
 
     def train_to_the_end(self, checkpoint: str | None) -> None:
-        """Trains; however that ends, the terminal is left as it was."""
+        """Trains; however that ends, terminal and routers are left as they were."""
         try:
             self.train(resume_from_checkpoint=checkpoint)
         finally:
             self.each_step.stop()
+            if self.balancer is not None:
+                self.balancer.remove_hooks()
 
     def _remove_printer(self) -> None:
         """Trainer's own printing of every logged line to standard output."""
