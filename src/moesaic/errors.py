@@ -14,22 +14,23 @@ class LostError(RuntimeError):
     """Another process of the same run has ended. What is finished is kept."""
 
 
-def reason_of(error: Exception) -> str:
-    """An error's kind and what it says. (Its repr can hold a whole file.)"""
-    return f"{type(error).__name__}: {error}"
+def reason_of(error: BaseException) -> str:
+    """An error in one line; of other people's errors their kind too.
 
-
-def first_line(error: Exception) -> str:
-    """The first line of another library's error that says something, or its kind.
-
-    A name that was looked up and not found says nothing by itself.
+    Not its repr, which can hold a whole file.
     """
+    line = first_line(error)
+    kind = type(error).__name__
+    if isinstance(error, MoesaicError) or line == kind:
+        return line
+    return f"{kind}: {line}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error that says something, or the error's kind."""
     for line in str(error).splitlines():
-        if not line.strip():
-            continue
-        if isinstance(error, KeyError):
-            line += " is no known name; see where its config.json has it"
-        return line.strip()
+        if line.strip():
+            return line.strip()
     return type(error).__name__
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moesaic.calibration.calibration_set import Part
 from moesaic.calibration.share import ALONE
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, first_line
 from moesaic.families import SUPPORTED, FFNs
 from moesaic.modeling import MoesaicReplacement
 
@@ -371,8 +371,7 @@ def check_stream(ffns: FFNs, ids_NL: Tensor) -> None:
         IndexError,
         KeyError,
     ) as error:
-        lines = str(error).splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = first_line(error)
         raise MoesaicError(
             f"{ffns.name}: its layers cannot be run one by one ({reason})"
         ) from error

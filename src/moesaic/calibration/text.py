@@ -130,8 +130,7 @@ def _hub(
         )
         return [_text(value, name) for value in rows[field]]
     except Exception as error:  # the library raises many kinds for one cause
-        lines = str(error).splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = first_line(error)
         raise MoesaicError(
             f"source {name!r}: cannot load {hub_id} ({split}) from the hub: {reason}"
         ) from error
@@ -195,7 +194,7 @@ def _read_file(path: Path, field: str | None) -> list[str]:
 def _check_no_field(path: Path, field: str | None) -> None:
     if field is not None:
         raise MoesaicError(
-            f"{path} is plain text, which has no fields; leave out :{field}"
+            f"{path} holds plain text, which has no fields; leave out :{field}"
         )
 
 

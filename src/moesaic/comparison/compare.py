@@ -17,7 +17,7 @@ from moesaic.calibration.checks import check_vocabulary, check_weights
 from moesaic.calibration.hidden_states import check_stream
 from moesaic.calibration.text import has_heldout_split, to_ids
 from moesaic.comparison.entries import Entries, Entry, make_entries
-from moesaic.comparison.missing import CONVERSION, TUNING, Missing, reason_of
+from moesaic.comparison.missing import CONVERSION, TUNING, Missing
 from moesaic.comparison.options import (
     TEXT_TOKENS,
     USUAL_SPARSITIES,
@@ -27,7 +27,7 @@ from moesaic.comparison.results import Results
 from moesaic.comparison.rows import Cell
 from moesaic.comparison.trials import Evaluation, Trials, digest, pass_seconds
 from moesaic.conversion.prepare import hold_out, usual_samples
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, reason_of
 from moesaic.families import find_ffns
 from moesaic.families.load import (
     choose_device,

@@ -11,12 +11,12 @@ from typing import Any
 
 from moesaic.comparison.equal_work import Steps
 from moesaic.comparison.labels import labels_of
-from moesaic.comparison.missing import PLANNING, Missing, reason_of
+from moesaic.comparison.missing import PLANNING, Missing
 from moesaic.comparison.options import SPARSITY, CompareOptions, Goal
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.conversion.prepare import check_needs, check_windows
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, reason_of
 from moesaic.evaluate.work import meta_model
 from moesaic.families import find_ffns
 from moesaic.families.load import window_length

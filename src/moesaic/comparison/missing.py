@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from moesaic.comparison.options import Goal
-from moesaic.errors import MoesaicError
 
 # Where it ended.
 PLANNING = "planning"
@@ -55,16 +54,6 @@ class Missing:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def reason_of(error: Exception) -> str:
-    """An error in one line; of other people's errors their kind too."""
-    lines = str(error).splitlines()
-    first_line = lines[0].strip() if lines else ""
-    if isinstance(error, MoesaicError):
-        return first_line
-    kind = type(error).__name__
-    return f"{kind}: {first_line}" if first_line else kind
 
 
 def lines_of(missing: list[Missing]) -> list[str]:

@@ -19,7 +19,6 @@ from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import BLOCK_TOKENS, Stream
 from moesaic.comparison.entries import Entry
 from moesaic.comparison.equal_work import over_dense
-from moesaic.comparison.missing import reason_of
 from moesaic.comparison.rows import DEAD, Cell
 from moesaic.comparison.speed import speed_over_dense
 from moesaic.conversion.convert import become_ours
@@ -27,6 +26,7 @@ from moesaic.conversion.layer_budgets import share_budgets
 from moesaic.conversion.layer_error import LayerReport
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run, set_view
+from moesaic.errors import reason_of
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs, Mixtures
 from moesaic.finetune.in_memory import Recovery, tuned, tuned_dense, why_not

@@ -31,7 +31,7 @@ from lm_eval.filters import build_filter_ensemble
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, first_line
 from moesaic.evaluate.code_execution import passes
 from moesaic.evaluate.self_consistency import (
     TEMPERATURE,
@@ -236,8 +236,7 @@ def _load_part(
     try:
         return manager.load([definition])["tasks"][name]
     except Exception as error:  # datasets raises many kinds for one cause
-        lines = str(error).splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = first_line(error)
         if task_data is None:
             raise MoesaicError(
                 f"the questions of {name} cannot be fetched from the hub ({reason}); "

@@ -16,8 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from moesaic.errors import MoesaicError, first_line
+from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, FFNs, Mixtures, find_ffns
+from moesaic.families.load import why_not_made
 from moesaic.modeling import (
     MoEConfig,
     MoesaicProjection,
@@ -63,7 +64,7 @@ def meta_model(config: Any) -> Any:
     except Exception as error:  # transformers raises many kinds for odd values
         raise MoesaicError(
             f"this {config.model_type} config is no causal language model's: "
-            f"{first_line(error)}"
+            f"{why_not_made(error)}"
         ) from error
 
 

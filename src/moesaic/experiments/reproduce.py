@@ -20,8 +20,7 @@ from typing import Any
 
 from moesaic._version import __version__
 from moesaic.calibration.text import read_documents
-from moesaic.comparison.missing import reason_of
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, reason_of
 from moesaic.evaluate.task_data import check_files
 from moesaic.evaluate.tasks import TASKS, load_questions
 from moesaic.experiments.contents import (

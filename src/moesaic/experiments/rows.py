@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from moesaic.comparison.missing import reason_of
+from moesaic.errors import reason_of
 from moesaic.experiments.study import LAYOUT, SPARSITY, Study
 from moesaic.experiments.table import Column, Row, Value
 

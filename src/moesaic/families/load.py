@@ -428,8 +428,16 @@ def _model_type(where: Path) -> str | None:
     return family
 
 
-def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
+def why_not_made(error: Exception) -> str:
+    """Why transformers made no model of a configuration, in one line."""
     line = first_line(error)
+    if isinstance(error, KeyError):  # which says the name alone
+        line += " is no known name; see where its config.json has it"
+    return line
+
+
+def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
+    line = why_not_made(error)
     if not Path(model).exists() and str(model) != "demo":
         return MoesaicError(
             f"{model}: no such folder, and the hub has no such model or cannot be reached ({line})"

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from moesaic.errors import MoesaicError, unknown
+from moesaic.errors import MoesaicError, reason_of, unknown
 from moesaic.methods.base import Method
 from moesaic.methods.contents import METHODS, Description
 
@@ -127,10 +127,9 @@ def _run_file(path: Path) -> ModuleType:
         SystemExit,
     ) as error:  # whatever a file of the user's does
         del sys.modules[spec.name]
-        kind = type(error).__name__
-        lines = str(error).splitlines()
-        reason = lines[0] if lines else kind
-        raise MoesaicError(f"{path} cannot be run: {kind}: {reason}") from error
+        raise MoesaicError(
+            f"{path} cannot be run: {reason_of(error)}"
+        ) from error
     return module
 
 
