@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SOURCES = tuple(
     HERE / f"{what}_cpu.cpp" for what in ("experts", "neurons", "linears")
 )
-HEADERS = tuple(HERE / f"{what}.h" for what in ("vectors", "panels"))
+HEADERS = tuple(HERE / f"{what}.h" for what in ("vectors", "panels", "tiles"))
 FLAGS = (
     "-O3",
     "-march=native",

@@ -9,7 +9,7 @@
 // Suffixes: T tokens, K experts of a token, R experts, M neurons of one as they are
 // stored, D hidden size.
 
-#include "panels.h"
+#include "tiles.h"
 
 namespace {
 
@@ -24,7 +24,6 @@ constexpr int GROUP = 32;           // neurons whose h are made before they are 
 constexpr int64_t CHUNK = 512;     // of y that stays in the first cache meanwhile
 constexpr int64_t CACHE = 400000;  // bytes of weights that stay in the second cache
 constexpr int PANEL_GROUP = 128;   // neurons whose h are made before panels use them
-constexpr int64_t TOGETHER = 256;  // tokens in panels that share weights in a cache
 constexpr int MOST_ROWS = 2 * PANEL_GROUP;
 constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
@@ -32,73 +31,10 @@ constexpr int64_t SPLIT_TOKENS = 64;  // of each thread, from where threads shar
 
 // --- experts ---------------------------------------------------------------------------
 
-struct Pair {  // a token and one of its experts
-  int32_t token;
-  float gate;
-};
-
-// One expert: rows of its matrices, W_down's neuron by neuron.
-template <typename T>
-struct Expert {
-  const T* gate_MD;  // null in an FFN without a gate
-  const T* up_MD;
-  const T* down_MD;
-  int64_t used;  // neurons that are not there to fill up
-};
-
-// Some tokens of one expert, side by side.
-template <typename T>
-struct Panels {
-  int count = 0;  // panels
-  int of_tokens = 0;
-  int64_t units = 0;  // of a token
-  std::vector<int32_t> x_UL;
-  std::vector<float> nobody;  // y of lanes without a token
-  float gate_L[TOGETHER];
-  float* y_L[TOGETHER];
-
-  void fill(const T* x_TD, int64_t D, const Pair* pairs, int tokens_there, float* y_TD) {
-    of_tokens = tokens_there;
-    count = (of_tokens + PANEL - 1) / PANEL;
-    units = D / Unit<T>::numbers;
-    x_UL.resize(units * TOGETHER);
-    nobody.resize(D);
-    const T* x_L[TOGETHER];
-    for (int t = 0; t < TOGETHER; t++) {
-      const bool is_there = t < of_tokens;
-      const Pair& pair = pairs[is_there ? t : of_tokens - 1];
-      x_L[t] = x_TD + pair.token * D;
-      y_L[t] = is_there ? y_TD + pair.token * D : nobody.data();
-      gate_L[t] = is_there ? pair.gate : 0;
-    }
-    for (int p = 0; p < count; p++)
-      fill_panel(x_L + p * PANEL, vectors(p) * LANES, D, x_UL.data() + p * PANEL * units);
-  }
-
-  int tokens(int p) const { return std::min(PANEL, of_tokens - p * PANEL); }
-  int vectors(int p) const { return (tokens(p) + LANES - 1) / LANES; }
-  const int32_t* x(int p) const { return x_UL.data() + p * PANEL * units; }
-  const float* gate(int p) const { return gate_L + p * PANEL; }
-  float* const* y(int p) const { return y_L + p * PANEL; }
-
-  // Calls `run` with a panel's number of vectors as a constant.
-  template <typename F>
-  void with_vectors(int p, F run) const {
-    switch (vectors(p)) {
-#if defined(__AVX512F__)
-      case 4: return run(std::integral_constant<int, 4>());
-      case 3: return run(std::integral_constant<int, 3>());
-#endif
-      case 2: return run(std::integral_constant<int, 2>());
-      case 1: return run(std::integral_constant<int, 1>());
-    }
-  }
-};
-
 // What a thread keeps of panels: copies of rows, products with them, and h as units.
 struct Scratch {
-  std::vector<int32_t> rows, h;
-  std::vector<float> products;
+  Lines<int32_t> rows, h;
+  Lines<float> products;
 
   Scratch()
       : rows(MOST_ROWS * SLICE),  // or a piece of each row of W_down, which is less
@@ -182,6 +118,16 @@ struct Experts {
         for (; m < count; m += 4) add_rows<4, N>(rows + m, i, chunk_end, h + m * N, y);
       }
     }
+  }
+
+  // Neurons [from, to) of one expert, for tokens that share weights in a cache.
+  void run_all_panels(const Expert<T>& expert, int64_t from, int64_t to, const Pair* pairs,
+                      int tokens, float* y_TD) const {
+    static thread_local Scratch scratch;
+    static thread_local Panels<T> panels;
+    panels.fill(x_TD, D, pairs, tokens, y_TD);
+    for (int64_t start = from; start < to; start += PANEL_GROUP)
+      run_panels(expert, start, std::min<int64_t>(start + PANEL_GROUP, to), panels, scratch);
   }
 
   // Neurons [from, to) of one expert, for the tokens of some panels.
@@ -318,17 +264,38 @@ struct Experts {
     return rest <= FEW ? count - rest : count;
   }
 
-  // Neurons [from, to) of one expert, for all of its tokens.
-  void run(int64_t number, int64_t from, int64_t to, const Pair* pairs, int64_t count,
-           float* y_TD) const {
-    const Expert<T> expert = of(number);
+  // y += what all shares give; `tokens` are all that y has.
+  void run_all(const std::vector<Share<T>>& shares, int64_t tokens, float* y_TD) const {
+    const std::vector<Share<T>> rest = run_tiles(shares, tokens, y_TD);
+    for (const Share<T>& share : rest) run(share, y_TD);
+  }
+
+  // Those with many tokens by tiles, where the processor has them; the others are left.
+  std::vector<Share<T>> run_tiles(const std::vector<Share<T>>& shares, int64_t tokens,
+                                  float* y_TD) const {
+#if defined(HAS_TILES)
+    if constexpr (std::is_same<T, bf16>::value)
+      if (tiles_are_there() && D % DEEP == 0) {
+        static thread_local TiledExperts tiled;
+        std::vector<Share<T>> few, many;
+        for (const Share<T>& share : shares) (share.tokens > FEW ? many : few).push_back(share);
+        tiled.run(many, x_TD, D, activation, y_TD, tokens);
+        return few;
+      }
+#endif
+    return shares;
+  }
+
+  void run(const Share<T>& share, float* y_TD) const {
+    const Expert<T>& expert = share.expert;
+    const int64_t from = share.from;
+    const int64_t to = share.to;
+    const Pair* pairs = share.pairs;
+    int64_t count = share.tokens;
     const int64_t many = in_panels(count);
-    static thread_local Scratch scratch;
-    static thread_local Panels<T> panels;
     for (int64_t first = 0; first < many; first += TOGETHER) {
-      panels.fill(x_TD, D, pairs + first, int(std::min(TOGETHER, many - first)), y_TD);
-      for (int64_t start = from; start < to; start += PANEL_GROUP)
-        run_panels(expert, start, std::min<int64_t>(start + PANEL_GROUP, to), panels, scratch);
+      const int together = int(std::min(TOGETHER, many - first));
+      run_all_panels(expert, from, to, pairs + first, together, y_TD);
     }
     pairs += many;
     count -= many;
@@ -387,12 +354,17 @@ void by_tokens(const Experts<T>& experts, const int64_t* index_TK, const float* 
   const int64_t D = experts.D;
 #pragma omp parallel num_threads(threads)
   {
+    const TileRegisters registers;
     const Part mine(tokens);
     const Sorted sorted(index_TK, gate_TK, mine.begin, mine.end, K, experts.R,
                         experts.shared.used > 0);
     std::fill(y_TD + mine.begin * D, y_TD + mine.end * D, 0.0f);
-    for (int64_t e = 0; e < experts.count(); e++)
-      experts.run(e, 0, experts.of(e).used, sorted.of(e), sorted.count(e), y_TD);
+    std::vector<Share<T>> shares;
+    for (int64_t e = 0; e < experts.count(); e++) {
+      const Expert<T> expert = experts.of(e);
+      shares.push_back({expert, 0, expert.used, sorted.of(e), sorted.count(e)});
+    }
+    experts.run_all(shares, mine.end, y_TD);
     write_rows(y_TD, mine.begin, mine.end, D, 1, 0, out_TD);
   }
 }
@@ -414,19 +386,22 @@ void by_neurons(const Experts<T>& experts, const int64_t* index_TK, const float*
   }
 #pragma omp parallel num_threads(threads)
   {
+    const TileRegisters registers;
     const Part mine(work[count]);
     float* y_TD = y_PTD + omp_get_thread_num() * tokens * D;
     std::fill(y_TD, y_TD + tokens * D, 0.0f);
+    std::vector<Share<T>> shares;
     for (int64_t e = 0; e < count; e++) {
       if (work[e + 1] <= mine.begin || work[e] >= mine.end) continue;
+      const Expert<T> expert = experts.of(e);
       const int64_t of_neuron = READ + sorted.count(e);
       const int64_t before = mine.begin - work[e];
       const int64_t until = mine.end - work[e];
       const int64_t from = std::max<int64_t>(0, (before + of_neuron - 1) / of_neuron);
-      const int64_t to =
-          std::min<int64_t>(experts.of(e).used, (until + of_neuron - 1) / of_neuron);
-      experts.run(e, from, to, sorted.of(e), sorted.count(e), y_TD);
+      const int64_t to = std::min<int64_t>(expert.used, (until + of_neuron - 1) / of_neuron);
+      shares.push_back({expert, from, to, sorted.of(e), sorted.count(e)});
     }
+    experts.run_all(shares, tokens, y_TD);
 #pragma omp barrier
     const Part rows(tokens);
     write_rows(y_PTD, rows.begin, rows.end, D, omp_get_num_threads(), tokens * D, out_TD);
@@ -438,7 +413,7 @@ void run_experts(const Experts<T>& experts, const int64_t* index_TK, const float
                  T* out_TD, int64_t tokens, int64_t K, int threads) {
   const bool many =
       tokens >= SPLIT_TOKENS * threads || tokens * experts.D * threads > MOST_SUMS;
-  static thread_local std::vector<float> y;
+  static thread_local Lines<float> y;
   const size_t needed = tokens * experts.D * (many ? 1 : threads);
   if (y.size() < needed) y.resize(needed);
   auto way = many ? by_tokens<T> : by_neurons<T>;
@@ -505,7 +480,7 @@ void route(const T* x_TD, const T* router_RD, const float* bias_R, const float* 
            int64_t D, int threads) {
   bool scaled = false;
   for (int64_t e = 0; e < R; e++) scaled = scaled || scale_R[e] != 0;
-  static thread_local std::vector<float> kept;
+  static thread_local Lines<float> kept;
   kept.resize(tokens * R);
   float* scores_TR = kept.data();
 #pragma omp parallel num_threads(threads)
@@ -561,7 +536,7 @@ void run_call(const Call& call) {
   const int64_t* index_TK = call.index_TK;
   const float* gate_TK = call.gate_TK;
   std::vector<int64_t> chosen;
-  std::vector<float> gates;
+  Lines<float> gates;
   if (call.router_RD) {
     chosen.resize(call.tokens * call.K);
     gates.resize(call.tokens * call.K);

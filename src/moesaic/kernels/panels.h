@@ -35,6 +35,7 @@ constexpr int rows_beside(int vectors) { return vectors == 2 ? 6 : 12; }
 constexpr int PANEL_TOKENS = 4;
 constexpr int SLICE = 320;  // units of rows and panels that stay in caches
 constexpr int PANEL = MOST_VECTORS * LANES;  // tokens side by side, at most
+constexpr int64_t TOGETHER = 256;  // tokens in panels that share weights in a cache
 
 // --- units -----------------------------------------------------------------------------
 
@@ -81,11 +82,11 @@ struct Unit<bf16> {
     return units;
   }
   static Ints make(Floats first, Floats second) {
-    const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)first);
-    const __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)second);
-    const Ints of_first = (Ints)_mm512_cvtepu16_epi32(low);
-    const Ints of_second = (Ints)_mm512_cvtepu16_epi32(high);
-    return of_first | (of_second << 16);
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    const __m256i of_first = _mm512_castsi512_si256(both);
+    const __m256i of_second = _mm512_extracti64x4_epi64(both, 1);
+    return (Ints)_mm512_cvtepu16_epi32(of_first) |
+           ((Ints)_mm512_cvtepu16_epi32(of_second) << 16);
   }
   static type all_lanes(const int32_t* unit) { return (__m512bh)_mm512_set1_epi32(*unit); }
   static type all_lanes(const bf16* two) {
@@ -143,6 +144,78 @@ void fill_panel(const T* const* x, int lanes, int64_t length, int32_t* panel_UL)
         std::memcpy(to + j * lanes, units + j, sizeof units[j]);
     }
 }
+
+struct Pair {  // a token and one of its experts
+  int32_t token;
+  float gate;
+};
+
+// One expert: rows of its matrices, W_down's neuron by neuron.
+template <typename T>
+struct Expert {
+  const T* gate_MD;  // null in an FFN without a gate
+  const T* up_MD;
+  const T* down_MD;
+  int64_t used;  // neurons that are not there to fill up
+};
+
+// Neurons [from, to) of an expert, for its tokens.
+template <typename T>
+struct Share {
+  Expert<T> expert;
+  int64_t from, to;
+  const Pair* pairs;
+  int64_t tokens;
+};
+
+// Some tokens of one expert, side by side.
+template <typename T>
+struct Panels {
+  int count = 0;  // panels
+  int of_tokens = 0;
+  int64_t units = 0;  // of a token
+  Lines<int32_t> x_UL;
+  Lines<float> nobody;  // y of lanes without a token
+  float gate_L[TOGETHER];
+  float* y_L[TOGETHER];
+
+  void fill(const T* x_TD, int64_t D, const Pair* pairs, int tokens_there, float* y_TD) {
+    of_tokens = tokens_there;
+    count = (of_tokens + PANEL - 1) / PANEL;
+    units = D / Unit<T>::numbers;
+    x_UL.resize(units * TOGETHER);
+    nobody.resize(D);
+    const T* x_L[TOGETHER];
+    for (int t = 0; t < TOGETHER; t++) {
+      const bool is_there = t < of_tokens;
+      const Pair& pair = pairs[is_there ? t : of_tokens - 1];
+      x_L[t] = x_TD + pair.token * D;
+      y_L[t] = is_there ? y_TD + pair.token * D : nobody.data();
+      gate_L[t] = is_there ? pair.gate : 0;
+    }
+    for (int p = 0; p < count; p++)
+      fill_panel(x_L + p * PANEL, vectors(p) * LANES, D, x_UL.data() + p * PANEL * units);
+  }
+
+  int tokens(int p) const { return std::min(PANEL, of_tokens - p * PANEL); }
+  int vectors(int p) const { return (tokens(p) + LANES - 1) / LANES; }
+  const int32_t* x(int p) const { return x_UL.data() + p * PANEL * units; }
+  const float* gate(int p) const { return gate_L + p * PANEL; }
+  float* const* y(int p) const { return y_L + p * PANEL; }
+
+  // Calls `run` with a panel's number of vectors as a constant.
+  template <typename F>
+  void with_vectors(int p, F run) const {
+    switch (vectors(p)) {
+#if defined(__AVX512F__)
+      case 4: return run(std::integral_constant<int, 4>());
+      case 3: return run(std::integral_constant<int, 3>());
+#endif
+      case 2: return run(std::integral_constant<int, 2>());
+      case 1: return run(std::integral_constant<int, 1>());
+    }
+  }
+};
 
 // products[r * PANEL + lane] = row r . the token of that lane, over `units`; added to what
 // is there unless these are the first. Rows are numbers, or units that were copied, so many

@@ -14,6 +14,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <type_traits>
 #include <vector>
 
 #include <omp.h>
@@ -36,6 +38,23 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 struct bf16 {
   uint16_t bits;
 };
+
+// Memory that begins with a line of the cache: else every second vector lies across two.
+template <typename T>
+struct LineAllocator {
+  typedef T value_type;
+  static constexpr std::align_val_t LINE{64};
+  LineAllocator() = default;
+  template <typename U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t count) { return (T*)::operator new(count * sizeof(T), LINE); }
+  void deallocate(T* there, size_t) { ::operator delete(there, LINE); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+
+template <typename T>
+using Lines = std::vector<T, LineAllocator<T>>;
 
 // --- numbers ---------------------------------------------------------------------------
 
@@ -88,22 +107,44 @@ inline void put(bf16* to, float value) {
   to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// e^x for an x of at most 88: 2^n e^r with r = x - n ln 2, and a polynomial for e^r. Exact
+// to 2e-7 of its value.
 inline Floats exponential(Floats x) {
-  // 2^n e^r with r = x - n ln 2, and a polynomial for e^r. Exact to 2e-7 of its value.
+#if defined(__AVX512F__)
+  // The second one is taken where x is not a number.
+  x = (Floats)_mm512_min_ps((__m512)all(88.3f), (__m512)x);
+  const Floats n = (Floats)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
+#else
   x = x < all(-87.3f) ? all(-87.3f) : x;
   x = x > all(88.3f) ? all(88.3f) : x;
-  Floats scaled = x * 1.44269504f;
-  Floats half = scaled < all(0.0f) ? all(-0.5f) : all(0.5f);
-  Ints n = __builtin_convertvector(scaled + half, Ints);
-  Floats whole = __builtin_convertvector(n, Floats);
-  Floats r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+  const Floats scaled = x * 1.44269504f;
+  const Floats half = scaled < all(0.0f) ? all(-0.5f) : all(0.5f);
+  const Ints whole = __builtin_convertvector(scaled + half, Ints);
+  const Floats n = __builtin_convertvector(whole, Floats);
+#endif
+  const Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
   Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  return p * (Floats)((n + 127) << 23);
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return p * (Floats)((whole + 127) << 23);
+#endif
+}
+
+// a / b for a b of at least 1. Division takes as long as half of what stands before it.
+inline Floats quotient(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  const Floats near = (Floats)_mm512_rcp14_ps((__m512)b);
+  const Floats inverse = near * (2.0f - b * near);  // one step of Newton's
+  return a * inverse;
+#else
+  return a / b;
+#endif
 }
 
 enum Activation { SILU = 0, RELU = 1, GELU_TANH = 2 };
@@ -115,7 +156,7 @@ inline Floats activated(Floats x, int kind) {
     // (1 + tanh u) / 2 is 1 / (1 + exp(-2 u)).
     z = (x + x * x * x * 0.044715f) * 1.5957691216f;
   }
-  return x / (1.0f + exponential(-z));
+  return quotient(x, 1.0f + exponential(-z));
 }
 
 // --- products of rows ------------------------------------------------------------------
@@ -294,16 +335,37 @@ inline int64_t place<bf16>(int64_t i, int64_t length) {
 
 // --- threads ---------------------------------------------------------------------------
 
+// Numbers of y from `i` on, of all parts together.
+inline Floats sum_of(const float* y, int parts, int64_t apart) {
+  Floats sum = load(y);
+  for (int p = 1; p < parts; p++) sum += load(y + p * apart);
+  return sum;
+}
+
 template <typename T>
 void write_rows(const float* y_TD, int64_t begin, int64_t end, int64_t D, int parts,
                 int64_t apart, T* out_TD) {
-  for (int64_t t = begin; t < end; t++)
-    for (int64_t i = 0; i < D; i++) {
-      const float* from = y_TD + t * D + place<T>(i, D);
+  for (int64_t t = begin; t < end; t++) {
+    int64_t i = 0;
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same<T, bf16>::value)
+      for (; i + 2 * LANES <= D; i += 2 * LANES) {
+        const float* y = y_TD + t * D + i;
+        const Floats low = sum_of(y, parts, apart);
+        const Floats high = sum_of(y + LANES, parts, apart);
+        // As they were woven: four of these, four of those.
+        constexpr __m512i fours = {0, 4, 1, 5, 2, 6, 3, 7};
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+        _mm512_storeu_si512(out_TD + t * D + i, _mm512_permutexvar_epi64(fours, both));
+      }
+#endif
+    for (; i < D; i++) {
+      const float* y = y_TD + t * D + place<T>(i, D);
       float sum = 0;
-      for (int p = 0; p < parts; p++) sum += from[p * apart];
+      for (int p = 0; p < parts; p++) sum += y[p * apart];
       put(out_TD + t * D + i, sum);
     }
+  }
 }
 
 struct Part {  // that one thread does of something
