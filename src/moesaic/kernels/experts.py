@@ -15,7 +15,8 @@ one, N rows of an expert's first matrix, S neurons of the shared expert.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -97,13 +98,8 @@ def experts_forward(
         return output
     index_TK = top_k_index.to(torch.int64).contiguous()
     gate_TK = top_k_weights.to(torch.float32).contiguous()
-    return _run(
-        experts,
-        hidden_states,
-        index_TK.shape[1],
-        index_TK=index_TK,
-        gate_TK=gate_TK,
-    )
+    given = {"index_TK": index_TK, "gate_TK": gate_TK}
+    return _run(_call_of(experts, index_TK.shape[1], given), hidden_states)
 
 
 def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
@@ -112,9 +108,37 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     None for a block that has other parts than those: it then runs them one by one.
     Costs 6 (S + K M) D + 2 R D FLOPs a token.
     """
+    known = _KNOWN.get(block)
+    if known is None or not _still_holds(known, block, x_TD):
+        if not _is_plain(block, x_TD):
+            return None
+        known = _look_at(block, x_TD)
+        _KNOWN[block] = known
+    # Other threads may be in the call that is kept.
+    return _run(_Call.from_buffer_copy(known.call), x_TD)
+
+
+class _Known(NamedTuple):
+    """What to call a block with that was found fit, and how to see that it still is.
+
+    A block is called for every token: to look at all of it takes longer than to run a
+    small one.
+    """
+
+    call: _Call
+    kept: list[tuple[dict[str, Any], str, Any]]  # where, as what, which part
+    modules: list[nn.Module]
+    tensors: list[Tensor]
+    pointers: list[int]
+    settings: tuple[Any, ...]
+
+
+_KNOWN: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+
+
+def _look_at(block: Any, x_TD: Tensor) -> _Known:
+    """A block for which `_is_plain` holds. W_down is laid out anew here."""
     router = block.router
-    if not _is_plain(block, x_TD):
-        return None
     given = {
         "router_RD": router.score_proj.weight,
         "bias_R": router.selection_bias,
@@ -127,7 +151,42 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
         given["shared_down_SD"] = rows_side_by_side(down_DS)
         if shared.gate_proj is not None:
             given["shared_gate_SD"] = shared.gate_proj.weight
-    return _run(block.experts, x_TD, router.num_active, **given)
+    call = _call_of(block.experts, router.num_active, given)
+    modules = _parts_of(block)
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    tensors: list[Tensor] = []
+    for module in (block, *modules):
+        for parts in (module._modules, module._parameters, module._buffers):
+            kept += [(parts, name, part) for name, part in parts.items()]
+    for _, _, part in kept:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    settings = _settings_of(block, x_TD)
+    return _Known(call, kept, modules, tensors, pointers, settings)
+
+
+def _settings_of(block: Any, x_TD: Tensor) -> tuple[Any, ...]:
+    """What else a block's call depends on."""
+    router = vars(block._modules["router"])
+    settings = (router["chooser"], router["num_active"])
+    return (*settings, x_TD.dtype, x_TD.device.type, x_TD.shape[1:])
+
+
+def _still_holds(known: _Known, block: Any, x_TD: Tensor) -> bool:
+    """Whether a block is as it was, and this input for the kernel too."""
+    if any(parts.get(name) is not part for parts, name, part in known.kept):
+        return False
+    if _settings_of(block, x_TD) != known.settings:
+        return False
+    if [tensor.data_ptr() for tensor in known.tensors] != known.pointers:
+        return False
+    if are_hooked(known.modules) or not is_plain_inference(x_TD):
+        return False
+    experts = block._modules["experts"]
+    if _learns(experts) or _is_offloaded(experts):
+        return False
+    return not _is_grouped_faster(experts, x_TD)
 
 
 def fits(experts: Any, x_TD: Tensor) -> bool:
@@ -270,23 +329,15 @@ def _parts_of(block: Any) -> list[Any]:
     return [module for module in block.modules() if module is not block]
 
 
-def _run(
-    experts: Any, hidden_states: Tensor, num_active: int, **given: Tensor
-) -> Tensor:
-    """Calls the compiled function; `given` are fields of its struct."""
-    x_TD = hidden_states.contiguous()
-    y_TD = torch.empty_like(x_TD)
+def _call_of(
+    experts: Any, num_active: int, given: dict[str, Tensor]
+) -> _Call:
+    """The struct for these experts, but for their input; `given` are fields of it."""
     first_RND = _first_matrix(experts)
     down_RMD = rows_side_by_side(experts.down_proj)
     count, neurons, hidden = down_RMD.shape
-    given |= {
-        "x_TD": x_TD,
-        "out_TD": y_TD,
-        "first_RND": first_RND,
-        "down_RMD": down_RMD,
-    }
+    given |= {"first_RND": first_RND, "down_RMD": down_RMD}
     call = _Call(
-        tokens=len(x_TD),
         K=num_active,
         R=count,
         M=neurons,
@@ -294,12 +345,22 @@ def _run(
         D=hidden,
         gated=experts.has_gate,
         activation=ACTIVATIONS[type(experts.act_fn).__name__],
-        threads=torch.get_num_threads(),
     )
     for name, tensor in given.items():
         setattr(call, name, tensor.data_ptr())
     if "shared_up_SD" in given:
         call.S = len(given["shared_up_SD"])
+    return call
+
+
+def _run(call: _Call, hidden_states: Tensor) -> Tensor:
+    """Calls the compiled function, (T, D)."""
+    x_TD = hidden_states.contiguous()
+    y_TD = torch.empty_like(x_TD)
+    call.x_TD = x_TD.data_ptr()
+    call.out_TD = y_TD.data_ptr()
+    call.tokens = len(x_TD)
+    call.threads = torch.get_num_threads()
     compiled = library()
     assert compiled is not None  # or it would not fit
     getattr(compiled, FUNCTIONS[x_TD.dtype])(ctypes.byref(call))
