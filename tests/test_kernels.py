@@ -140,6 +140,42 @@ def test_many_tokens_side_by_side(hidden: int, count: int, dtype: torch.dtype, g
     assert (error_T < bound * expected.norm(dim=1)).all()
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        ((13, 24, 70, 26, 128), 200),  # h of some experts in lines of all tokens
+        ((1, 17, 40, 13, 128), 1100),  # more tokens than a thread takes at once
+        ((0, 1, 33, 30, 64), 100),  # units that hold one neuron
+        ((300, 70, 6, 1, 96), 250),  # h of all experts but the shared one in lines of their own
+    ],
+)
+def test_small_experts_of_many_tokens(
+    shape: tuple[int, int, int, int, int], count: int, gated: bool
+) -> None:
+    block = block_of(shape, torch.bfloat16, gated=gated)
+    x = torch.randn(count, shape[-1]).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        found = block_forward(block, x)
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    index, gate = block.router(x)
+    block.float()
+    shared, experts = matrices_of(block) if gated else (None, [])
+    if gated:
+        expected = reference.moe_forward(x.float(), shared, experts, index, gate.float(), silu)
+    else:
+        block.experts.config._experts_implementation = "eager"
+        expected = block(x.float())
+    error_T = (found.float() - expected).norm(dim=1)
+    # Scores that are equal in bfloat16 may choose another expert.
+    are_near_T = error_T < 2e-2 * expected.norm(dim=1)
+    assert are_near_T.float().mean() > 0.98
+
+
 @pytest.mark.parametrize(
     ("capability", "count", "takes"),
     [("AVX2", 15, True), ("AVX2", 16, False), ("AVX512", 16, True)],
@@ -306,6 +342,39 @@ def test_hooks_formats_and_other_routers_run_as_before() -> None:
     config = LoraConfig(target_parameters=["score_proj.weight"], target_modules=[])
     get_peft_model(block, config)
     assert block_forward(block, x) is None
+
+
+def test_a_block_that_was_changed_is_looked_at_again() -> None:
+    """What was found fit is remembered; another part, weight or number of experts is seen."""
+    shape = (13, 12, 9, 4, 40)
+    block = block_of(shape)
+    x = torch.randn(5, 40)
+    first = block_forward(block, x)
+    assert first is not None
+    assert torch.equal(block_forward(copy.deepcopy(block), x), first)
+
+    block.router.num_active = 3
+    fewer = block_forward(block, x)
+    assert fewer is not None
+    assert not torch.allclose(fewer, first)
+    block.router.num_active = 4
+    assert torch.equal(block_forward(block, x), first)
+
+    up = block.shared_expert.up_proj
+    up.weight.data = up.weight.data * 2
+    doubled = block_forward(block, x)
+    block.experts.config._experts_implementation = "eager"
+    torch.testing.assert_close(doubled, block(x), rtol=1e-4, atol=1e-4)
+    block.experts.config._experts_implementation = "moesaic"
+
+    block.shared_expert.up_proj = torch.nn.Sequential(up)
+    assert block_forward(block, x) is None
+    block.shared_expert.up_proj = up
+    assert torch.equal(block_forward(block, x), doubled)
+    block.experts.train()
+    with torch.enable_grad():
+        assert block_forward(block, x) is None
+    assert block_forward(block, x) is None  # it has learnt
 
 
 def test_experts_turn_away_an_input_as_wide_as_their_neurons() -> None:

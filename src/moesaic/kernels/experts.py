@@ -329,9 +329,7 @@ def _parts_of(block: Any) -> list[Any]:
     return [module for module in block.modules() if module is not block]
 
 
-def _call_of(
-    experts: Any, num_active: int, given: dict[str, Tensor]
-) -> _Call:
+def _call_of(experts: Any, num_active: int, given: dict[str, Tensor]) -> _Call:
     """The struct for these experts, but for their input; `given` are fields of it."""
     first_RND = _first_matrix(experts)
     down_RMD = rows_side_by_side(experts.down_proj)

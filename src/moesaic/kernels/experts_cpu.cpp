@@ -4,7 +4,7 @@
 //
 // Built on first use (kernels/build.py). Few tokens are taken some at a time, so that a row
 // of weights is read once for them, and neurons in groups that stay in the cache. Many are
-// taken as panels (panels.h).
+// taken as panels (panels.h), or in bfloat16 as tiles where the processor has them (tiles.h).
 //
 // Suffixes: T tokens, K experts of a token, R experts, M neurons of one as they are
 // stored, D hidden size.
@@ -27,6 +27,7 @@ constexpr int PANEL_GROUP = 128;   // neurons whose h are made before panels use
 constexpr int MOST_ROWS = 2 * PANEL_GROUP;
 constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
+constexpr int64_t TILED_TOKENS = 512;  // that a thread takes at once by tiles
 constexpr int64_t SPLIT_TOKENS = 64;  // of each thread, from where threads share tokens out
 
 // --- experts ---------------------------------------------------------------------------
@@ -264,22 +265,28 @@ struct Experts {
     return rest <= FEW ? count - rest : count;
   }
 
-  // y += what all shares give; `tokens` are all that y has.
-  void run_all(const std::vector<Share<T>>& shares, int64_t tokens, float* y_TD) const {
-    const std::vector<Share<T>> rest = run_tiles(shares, tokens, y_TD);
+  // y of tokens [begin, end) += what all shares give.
+  void run_all(const std::vector<Share<T>>& shares, int64_t begin, int64_t end,
+               float* y_TD) const {
+    const std::vector<Share<T>> rest = run_tiles(shares, begin, end, y_TD);
     for (const Share<T>& share : rest) run(share, y_TD);
   }
 
-  // Those with many tokens by tiles, where the processor has them; the others are left.
-  std::vector<Share<T>> run_tiles(const std::vector<Share<T>>& shares, int64_t tokens,
-                                  float* y_TD) const {
+  // Whether the processor has tiles, and numbers that fit them.
+  bool has_tiles() const {
+    return std::is_same<T, bf16>::value && tiles_are_there() && D % (2 * LANES) == 0;
+  }
+
+  // Those with many tokens by tiles; the others are left.
+  std::vector<Share<T>> run_tiles(const std::vector<Share<T>>& shares, int64_t begin,
+                                  int64_t end, float* y_TD) const {
 #if defined(HAS_TILES)
     if constexpr (std::is_same<T, bf16>::value)
-      if (tiles_are_there() && D % DEEP == 0) {
+      if (has_tiles()) {
         static thread_local TiledExperts tiled;
         std::vector<Share<T>> few, many;
         for (const Share<T>& share : shares) (share.tokens > FEW ? many : few).push_back(share);
-        tiled.run(many, x_TD, D, activation, y_TD, tokens);
+        if (!many.empty()) tiled.run(many, x_TD, D, activation, y_TD, begin, end);
         return few;
       }
 #endif
@@ -356,15 +363,19 @@ void by_tokens(const Experts<T>& experts, const int64_t* index_TK, const float* 
   {
     const TileRegisters registers;
     const Part mine(tokens);
-    const Sorted sorted(index_TK, gate_TK, mine.begin, mine.end, K, experts.R,
-                        experts.shared.used > 0);
     std::fill(y_TD + mine.begin * D, y_TD + mine.end * D, 0.0f);
-    std::vector<Share<T>> shares;
-    for (int64_t e = 0; e < experts.count(); e++) {
-      const Expert<T> expert = experts.of(e);
-      shares.push_back({expert, 0, expert.used, sorted.of(e), sorted.count(e)});
+    const int64_t at_once = experts.has_tiles() ? TILED_TOKENS : tokens;
+    for (int64_t begin = mine.begin; begin < mine.end; begin += at_once) {
+      const int64_t end = std::min(begin + at_once, mine.end);
+      const Sorted sorted(index_TK, gate_TK, begin, end, K, experts.R,
+                          experts.shared.used > 0);
+      std::vector<Share<T>> shares;
+      for (int64_t e = 0; e < experts.count(); e++) {
+        const Expert<T> expert = experts.of(e);
+        shares.push_back({expert, 0, expert.used, sorted.of(e), sorted.count(e)});
+      }
+      experts.run_all(shares, begin, end, y_TD);
     }
-    experts.run_all(shares, mine.end, y_TD);
     write_rows(y_TD, mine.begin, mine.end, D, 1, 0, out_TD);
   }
 }
@@ -401,7 +412,7 @@ void by_neurons(const Experts<T>& experts, const int64_t* index_TK, const float*
       const int64_t to = std::min<int64_t>(expert.used, (until + of_neuron - 1) / of_neuron);
       shares.push_back({expert, from, to, sorted.of(e), sorted.count(e)});
     }
-    experts.run_all(shares, tokens, y_TD);
+    experts.run_all(shares, 0, tokens, y_TD);
 #pragma omp barrier
     const Part rows(tokens);
     write_rows(y_PTD, rows.begin, rows.end, D, omp_get_num_threads(), tokens * D, out_TD);
@@ -449,18 +460,69 @@ void score(const T* x_TD, const T* router_RD, float* scores_TR, int64_t begin, i
     }
 }
 
+// By tiles, where there are some and the tokens fill them.
+template <typename T>
+bool scored_by_tiles(const T* x_TD, const T* router_RD, float* scores_TR, int64_t begin,
+                     int64_t end, int64_t R, int64_t D) {
+#if defined(HAS_TILES)
+  if constexpr (std::is_same<T, bf16>::value)
+    if (tiles_are_there() && D % DEEP == 0 && end - begin >= TILE) {
+      const TileRegisters registers;
+      score_tiles(x_TD, router_RD, scores_TR, begin, end, R, D);
+      return true;
+    }
+#endif
+  return false;
+}
+
+// How many others come before each expert, of those with larger values and of equal ones
+// the first. R is filled up to whole vectors by the caller.
+void rank(const float* value_R, int64_t R, int32_t* rank_R) {
+  Ints number;
+  for (int i = 0; i < LANES; i++) number[i] = i;
+  for (int64_t e = 0; e < R; e += LANES) {
+    const Floats value = load(value_R + e);
+    Ints before = {};
+    for (int64_t other = 0; other < R; other++) {
+      const Floats of_other = all(value_R[other]);
+      const Ints is_first = number > Ints{} + int32_t(other - e);
+      before -= (of_other > value) | ((of_other == value) & is_first);
+    }
+    std::memcpy(rank_R + e, &before, sizeof before);
+  }
+}
+
+// What a thread keeps of one token's choice, for whole vectors of experts.
+struct Choice {
+  Lines<float> value_R;
+  Lines<int32_t> rank_R;
+  std::vector<std::pair<float, int64_t>> ranked;
+
+  Choice(int64_t R) : value_R(R + LANES), rank_R(R + LANES), ranked(R) {}
+};
+
 // The K experts of largest score + bias, the first of equal ones, and their gates
 // 1 + softmax(scores) * scale.
 void choose(const float* scores_R, const float* bias_R, const float* scale_R, bool scaled,
-            int64_t R, int64_t K, std::vector<std::pair<float, int64_t>>& ranked,
-            int64_t* index_K, float* gate_K) {
-  ranked.resize(R);
+            int64_t R, int64_t K, Choice& choice, int64_t* index_K, float* gate_K) {
+  constexpr int64_t MOST_RANKED = 256;  // from where sorting is faster
+  float* value_R = choice.value_R.data();
   for (int64_t e = 0; e < R; e++) {
     const float value = scores_R[e] + bias_R[e];
     // What is no number is not in any order, and comes last.
-    ranked[e] = {value == value ? -value : INFINITY, e};
+    value_R[e] = value == value ? value : -INFINITY;
   }
-  if (K < R) std::nth_element(ranked.begin(), ranked.begin() + K, ranked.end());
+  if (R <= MOST_RANKED) {
+    rank(value_R, R, choice.rank_R.data());
+    int64_t k = 0;
+    for (int64_t e = 0; e < R && k < K; e++)
+      if (choice.rank_R[e] < K) index_K[k++] = e;
+  } else {
+    auto& ranked = choice.ranked;
+    for (int64_t e = 0; e < R; e++) ranked[e] = {-value_R[e], e};
+    if (K < R) std::nth_element(ranked.begin(), ranked.begin() + K, ranked.end());
+    for (int64_t k = 0; k < K; k++) index_K[k] = ranked[k].second;
+  }
   float most = 0, sum = 1;
   if (scaled) {
     most = *std::max_element(scores_R, scores_R + R);
@@ -468,8 +530,7 @@ void choose(const float* scores_R, const float* bias_R, const float* scale_R, bo
     for (int64_t e = 0; e < R; e++) sum += std::exp(scores_R[e] - most);
   }
   for (int64_t k = 0; k < K; k++) {
-    const int64_t e = ranked[k].second;
-    index_K[k] = e;
+    const int64_t e = index_K[k];
     gate_K[k] = scaled ? 1 + std::exp(scores_R[e] - most) / sum * scale_R[e] : 1.0f;
   }
 }
@@ -487,15 +548,16 @@ void route(const T* x_TD, const T* router_RD, const float* bias_R, const float* 
   {
     const Part rows(tokens);
     if (tokens >= 4 * omp_get_num_threads()) {
-      score(x_TD, router_RD, scores_TR, rows.begin, rows.end, 0, R, R, D);
+      if (!scored_by_tiles(x_TD, router_RD, scores_TR, rows.begin, rows.end, R, D))
+        score(x_TD, router_RD, scores_TR, rows.begin, rows.end, 0, R, R, D);
     } else {
       const Part experts(R);
       score(x_TD, router_RD, scores_TR, 0, tokens, experts.begin, experts.end, R, D);
     }
 #pragma omp barrier
-    std::vector<std::pair<float, int64_t>> ranked;
+    Choice choice(R);
     for (int64_t t = rows.begin; t < rows.end; t++)
-      choose(scores_TR + t * R, bias_R, scale_R, scaled, R, K, ranked, index_TK + t * K,
+      choose(scores_TR + t * R, bias_R, scale_R, scaled, R, K, choice, index_TK + t * K,
              gate_TK + t * K);
   }
 }

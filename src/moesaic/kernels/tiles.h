@@ -1,9 +1,12 @@
 // Products of many tokens by tiles of 16 rows (Intel's AMX), in bfloat16.
 //
 // One instruction multiplies 16 rows of 32 numbers with 16 columns of 32 numbers. Weights
-// are rows as they lie, tokens are packed as columns of pairs. h goes back as rows of
-// tokens, and rows of W_down are woven into pairs. Per tile that is a quarter of a
-// microsecond less than the products take, where tokens are many.
+// are rows as they lie; tokens are packed as columns of pairs for each expert. h goes back
+// as rows of tokens, and rows of W_down are woven into pairs.
+//
+// A sum for every token, expert and output takes longer than the products of a small
+// expert. So where most tokens run a share, its h lie beside those of others in lines of
+// all tokens, zero for tokens that do not run it, and sums stay in registers.
 //
 // Suffixes: U units (pairs of bfloat16), L lanes (tokens side by side), T tokens.
 
@@ -15,6 +18,7 @@
 
 namespace {
 struct TileRegisters {};
+inline bool tiles_are_there() { return false; }
 }  // namespace
 
 #else
@@ -31,7 +35,7 @@ constexpr int LINE = 2 * TILE;             // numbers of a line of products
 constexpr int64_t X_NUMBERS = 3 << 18;     // of tokens that share weights in a cache
 constexpr int64_t MOST_TOGETHER = 512;     // tokens of that kind
 constexpr int64_t Y_NUMBERS = 1 << 18;     // of y that stay in the second cache
-constexpr int64_t BYTES_OF_LINE = 64;      // of a cache
+constexpr int64_t MOST_UNITS = 256;        // pairs of rows of W_down that are woven at once
 
 // Whether Linux lets this process use the registers of tiles, which it has to be asked for.
 inline bool tiles_are_there() {
@@ -93,6 +97,19 @@ inline void columns_of(RowOf row_of, int32_t* to_UL) {
   }
 }
 
+// Rows of D numbers side by side: a line of 16 for every unit.
+inline void fill_tile(const int32_t* const* x, int64_t D, int32_t* x_UL) {
+  for (int64_t u = 0; u < D / 2; u += TILE)
+    columns_of([&](int row) { return x[row] + u; }, x_UL + u * TILE);
+}
+
+// `count` rows and as many of zeros as make 16.
+inline void fill_up(const bf16* from, int64_t count, int64_t D, bf16* to) {
+  const int64_t there = std::clamp<int64_t>(count, 0, TILE);
+  std::copy(from, from + there * D, to);
+  std::fill(to + there * D, to + TILE * D, bf16{0});
+}
+
 // --- products --------------------------------------------------------------------------
 
 inline void fetch_tile(const void* tile) {
@@ -133,14 +150,11 @@ ALONE void tile_dots(const bf16* first, const bf16* second, int64_t D, const int
   }
 }
 
-// Products of one or two tiles of tokens with 32 outputs, over `steps` of 32 neurons.
+// Adds to tiles 0 to 3 the products of one or two tiles of tokens with 32 outputs, over
+// `steps` of 32 neurons.
 template <int TILES>
-ALONE void tile_outputs(const int32_t* h_TU, int64_t width, const int32_t* woven,
-                        int64_t steps, float* products) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+inline void output_steps(const int32_t* h_TU, int64_t width, const int32_t* woven,
+                         int64_t steps) {
   for (int64_t s = 0; s < steps; s++) {
     _tile_loadd(4, h_TU, width * 4);
     _tile_loadd(6, woven, LINE * 4);
@@ -157,6 +171,17 @@ ALONE void tile_outputs(const int32_t* h_TU, int64_t width, const int32_t* woven
     fetch_tile(woven);
     fetch_tile(woven + TILE * TILE);
   }
+}
+
+// Those products alone.
+template <int TILES>
+ALONE void tile_outputs(const int32_t* h_TU, int64_t width, const int32_t* woven,
+                        int64_t steps, float* products) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  output_steps<TILES>(h_TU, width, woven, steps);
   _tile_stored(0, products, LINE * 4);
   _tile_stored(1, products + TILE, LINE * 4);
   if (TILES == 2) {
@@ -165,15 +190,82 @@ ALONE void tile_outputs(const int32_t* h_TU, int64_t width, const int32_t* woven
   }
 }
 
+// y of one or two tiles of tokens, lines `y_width` apart, += their products with 32 outputs.
+template <int TILES>
+ALONE void tile_sums(const int32_t* h_TU, int64_t width, const int32_t* woven, int64_t steps,
+                     float* y, int64_t y_width) {
+  _tile_loadd(0, y, y_width * 4);
+  _tile_loadd(1, y + TILE, y_width * 4);
+  if (TILES == 2) {
+    _tile_loadd(2, y + TILE * y_width, y_width * 4);
+    _tile_loadd(3, y + TILE * y_width + TILE, y_width * 4);
+  }
+  output_steps<TILES>(h_TU, width, woven, steps);
+  _tile_stored(0, y, y_width * 4);
+  _tile_stored(1, y + TILE, y_width * 4);
+  if (TILES == 2) {
+    _tile_stored(2, y + TILE * y_width, y_width * 4);
+    _tile_stored(3, y + TILE * y_width + TILE, y_width * 4);
+  }
+}
+
+// --- the router ------------------------------------------------------------------------
+
+// Scores of R experts for tokens [begin, end).
+inline void score_tiles(const bf16* x_TD, const bf16* router_RD, float* scores_TR, int64_t begin,
+                        int64_t end, int64_t R, int64_t D) {
+  Lines<bf16> rows(2 * TILE * D);
+  Lines<int32_t> x_UL(2 * TILE * D / 2);
+  alignas(64) float products[2 * TILE * LINE];
+  alignas(64) int32_t of_tokens[TILE * TILE];
+  for (int64_t e = 0; e < R; e += 2 * TILE) {
+    const bf16* first = router_RD + e * D;
+    if (R - e < 2 * TILE) {
+      fill_up(first, R - e, D, rows.data());
+      fill_up(first + TILE * D, R - e - TILE, D, rows.data() + TILE * D);
+      first = rows.data();
+    }
+    for (int64_t t = begin; t < end; t += 2 * TILE) {
+      for (int tile = 0; tile < 2; tile++) {
+        const int32_t* x[TILE];
+        for (int j = 0; j < TILE; j++)
+          x[j] = (const int32_t*)(x_TD + std::min(t + tile * TILE + j, end - 1) * D);
+        fill_tile(x, D, x_UL.data() + tile * D / 2 * TILE);
+      }
+      tile_dots<2>(first, first + TILE * D, D, x_UL.data(), products);
+      for (int part = 0; part < 4; part++) {
+        const int64_t expert = e + part / 2 * TILE;
+        const int64_t token = t + part % 2 * TILE;
+        const float* made = products + part / 2 * TILE * LINE + part % 2 * TILE;
+        columns_of([&](int row) { return (const int32_t*)made + row * LINE; }, of_tokens);
+        const int64_t experts = std::clamp<int64_t>(R - expert, 0, TILE);
+        for (int64_t j = 0; j < TILE && token + j < end; j++)
+          std::memcpy(scores_TR + (token + j) * R + expert, of_tokens + j * TILE,
+                      experts * sizeof(float));
+      }
+    }
+  }
+}
+
 // --- experts ---------------------------------------------------------------------------
 
-// A share of an expert, and where its h begin.
+// A share of an expert, and where its h are: in lines of all tokens, zero for those that do
+// not run it, or in lines of its own.
 struct TiledShare : Share<bf16> {
-  int64_t h_start;
+  bool in_all = false;
+  int64_t start = 0;  // of its h: of lines, or among the units of a line of all
+  int64_t width = 0;  // units of a line
 
-  int64_t steps() const { return (to - from + DEEP - 1) / DEEP; }
-  int64_t width() const { return steps() * TILE; }  // units of h of a token
+  int64_t count() const { return to - from; }
+  int64_t steps() const { return (count() + DEEP - 1) / DEEP; }
   int64_t tiles() const { return (tokens + TILE - 1) / TILE; }
+
+  // To skip tokens costs a sum for each that is there. Measured: 60 ticks for two tiles of
+  // tokens, 32 neurons and 32 outputs; 48, and 300 for the sums, where tokens are picked.
+  bool pays_for_all(int64_t all_tokens) const {
+    const double picked = double(tokens) / all_tokens * (48.0 * steps() + 300);
+    return picked > 60.0 * count() / DEEP;
+  }
 };
 
 // First h of all experts, then y: so that y of some outputs stays in a cache for all.
@@ -182,86 +274,151 @@ struct TiledExperts {
   float* y_TD;
   int64_t D;
   int activation;
+  int64_t first_token, all_tokens;
 
   // What a thread keeps.
-  Lines<int32_t> x_UL;  // tile after tile, a line for every unit
-  Lines<int32_t> h_TU;
+  Lines<int32_t> x_UL;   // tile after tile, a line for every unit
+  Lines<int32_t> h_own;  // h of each share in lines of its own
+  Lines<int32_t> h_TU;   // h of all tokens, the shares' beside each other
+  int64_t all_units;     // of a line of it
   Lines<int32_t> woven;  // for every 32 outputs a line for every unit
   Lines<bf16> rows;      // that are filled up with zeros
+  std::vector<const bf16*> down;     // rows of W_down of the shares that lie side by side
   alignas(64) float gate_L[MOST_TOGETHER];
+  int32_t* h_L[MOST_TOGETHER];
+  Lines<int32_t> nobody;  // h of lanes without a token
   alignas(64) float products[2][2 * TILE * LINE];  // of now, and of the time before
 
-  // y += what all shares give, of `all_tokens` tokens in y.
+  // y += what all shares give, for tokens [begin, end).
   void run(const std::vector<Share<bf16>>& shares, const bf16* x, int64_t hidden_size,
-           int activated_by, float* y, int64_t all_tokens) {
+           int activated_by, float* y, int64_t begin, int64_t end) {
     x_TD = x;
     y_TD = y;
     D = hidden_size;
     activation = activated_by;
-    std::vector<TiledShare> tiled;
-    int64_t units = 0;
-    for (const Share<bf16>& share : shares) {
-      tiled.push_back({share, units});
-      units += tiled.back().tiles() * TILE * tiled.back().width();
-    }
-    if (int64_t(h_TU.size()) < units) h_TU.resize(units);
+    first_token = begin;
+    all_tokens = end - begin;
+    const std::vector<TiledShare> tiled = placed(shares);
     for (const TiledShare& share : tiled) make_all_h(share);
     const int64_t outputs = std::max<int64_t>(2 * DEEP, Y_NUMBERS / all_tokens / DEEP * DEEP);
-    for (int64_t i = 0; i < D; i += outputs)
-      for (const TiledShare& share : tiled) add_outputs(share, i, std::min(i + outputs, D));
+    for (int64_t i = 0; i < D; i += outputs) {
+      const int64_t until = std::min(i + outputs, D);
+      for (const TiledShare& share : tiled)
+        if (!share.in_all) add_picked(share, i, until);
+      for (int64_t unit = 0; unit < all_units; unit += MOST_UNITS)
+        add_all(unit, std::min(MOST_UNITS, all_units - unit), i, until);
+    }
+  }
+
+  template <typename N>
+  static void grow(Lines<N>& kept, int64_t count) {
+    if (int64_t(kept.size()) < count) kept.resize(count);
+  }
+
+  // Decides where the h of each share are, and makes room for them.
+  std::vector<TiledShare> placed(const std::vector<Share<bf16>>& shares) {
+    std::vector<TiledShare> tiled;
+    int64_t own = 0;
+    down.clear();
+    for (const Share<bf16>& given : shares) {
+      TiledShare share{given};
+      share.in_all = share.pays_for_all(all_tokens);
+      if (share.in_all) {
+        share.start = int64_t(down.size()) / 2;
+        for (int64_t m = share.from; m < share.to; m++)
+          down.push_back(share.expert.down_MD + m * D);
+        if (down.size() % 2) down.push_back(nullptr);
+      } else {
+        share.start = own;
+        share.width = share.steps() * TILE;
+        own += share.tiles() * TILE * share.width;
+      }
+      tiled.push_back(share);
+    }
+    all_units = (int64_t(down.size()) + DEEP - 1) / DEEP * TILE;
+    down.resize(2 * all_units);
+    const int64_t width = all_units + TILE;  // a share's last units may lie beyond all
+    int64_t most = width;
+    for (TiledShare& share : tiled) {
+      if (share.in_all) share.width = width;
+      most = std::max(most, share.width);
+    }
+    const int64_t lines = (all_tokens + 2 * TILE - 1) / (2 * TILE) * (2 * TILE);
+    grow(h_own, own);
+    grow(h_TU, lines * width);
+    grow(nobody, most);
+    return tiled;
   }
 
   void make_all_h(const TiledShare& share) {
     const int64_t fitting = std::min(MOST_TOGETHER, X_NUMBERS / D / TILE * TILE);
     const int64_t together = std::max<int64_t>(2 * TILE, fitting);
     const int beside = share.expert.gate_MD ? TILE : 2 * TILE;
+    if (share.in_all) clear_others(share);
     for (int64_t first = 0; first < share.tokens; first += together) {
       const int64_t count = std::min(together, share.tokens - first);
-      fill(share.pairs + first, count);
-      int32_t* h = h_TU.data() + share.h_start + first * share.width();
+      fill(share, first, count);
       for (int64_t m = 0; m < share.steps() * DEEP; m += beside)
-        make_h(share, m, (count + TILE - 1) / TILE, h + m / 2);
+        make_h(share, m, (count + TILE - 1) / TILE);
+    }
+  }
+
+  // Where the h of a token begin.
+  int32_t* line_of(const TiledShare& share, int64_t number) {
+    if (!share.in_all) return h_own.data() + share.start + number * share.width;
+    const int64_t token = share.pairs[number].token - first_token;
+    return h_TU.data() + token * share.width + share.start;
+  }
+
+  // Zeros for tokens that do not run a share. Its tokens are in order.
+  void clear_others(const TiledShare& share) {
+    int64_t number = 0;
+    for (int64_t t = 0; t < all_tokens; t++) {
+      if (number < share.tokens && share.pairs[number].token - first_token == t) {
+        number++;
+        continue;
+      }
+      int32_t* line = h_TU.data() + t * share.width + share.start;
+      std::fill(line, line + (share.count() + 1) / 2, 0);
     }
   }
 
   // Tokens as tiles; those that are not there are the last one, with no gate.
-  void fill(const Pair* pairs, int64_t count) {
+  void fill(const TiledShare& share, int64_t first, int64_t count) {
     const int64_t tiles = (count + TILE - 1) / TILE;
-    if (int64_t(x_UL.size()) < tiles * TILE * D / 2) x_UL.resize(tiles * TILE * D / 2);
+    grow(x_UL, tiles * TILE * D / 2);
     for (int64_t tile = 0; tile < tiles; tile++) {
       const int32_t* x[TILE];
       for (int j = 0; j < TILE; j++) {
         const int64_t t = tile * TILE + j;
-        const Pair& pair = pairs[std::min(t, count - 1)];
+        const int64_t number = first + std::min(t, count - 1);
+        const Pair& pair = share.pairs[number];
         x[j] = (const int32_t*)(x_TD + pair.token * D);
         gate_L[t] = t < count ? pair.gate : 0;
+        h_L[t] = t < count ? line_of(share, number) : nobody.data();
       }
-      for (int64_t u = 0; u < D / 2; u += TILE)
-        columns_of([&](int row) { return x[row] + u; },
-                   x_UL.data() + (tile * D / 2 + u) * TILE);
+      fill_tile(x, D, x_UL.data() + tile * D / 2 * TILE);
     }
   }
 
   // h of neurons from `m` on, times their gates, for some tiles of tokens: of 16 neurons
   // and their gates' rows, or of 32 where there are none. Neurons beyond the last are zero.
-  void make_h(const TiledShare& share, int64_t m, int64_t tiles, int32_t* h) {
+  void make_h(const TiledShare& share, int64_t m, int64_t tiles) {
     const bool gated = share.expert.gate_MD != nullptr;
     const bf16* first = share.expert.up_MD + (share.from + m) * D;
     const bf16* second =
         gated ? share.expert.gate_MD + (share.from + m) * D : first + TILE * D;
-    const int64_t left = share.to - share.from - m;
+    const int64_t left = share.count() - m;
     if (left < (gated ? TILE : 2 * TILE)) {
-      rows.resize(2 * TILE * D);
-      fill_up(first, left, rows.data());
-      fill_up(second, gated ? left : left - TILE, rows.data() + TILE * D);
+      grow(rows, 2 * TILE * D);
+      fill_up(first, left, D, rows.data());
+      fill_up(second, gated ? left : left - TILE, D, rows.data() + TILE * D);
       first = rows.data();
       second = first + TILE * D;
     }
     const auto write = [&](int64_t tile) {
-      const int64_t width = share.width();
       const int two = tile + 1 < tiles ? 2 : 1;
-      const float* made = products[tile / 2 % 2];
-      write_h(made, gated, two, gate_L + tile * TILE, h + tile * TILE * width, width);
+      write_h(products[tile / 2 % 2], gated, two, tile * TILE, m / 2);
     };
     // Products are used while the next ones are made.
     for (int64_t tile = 0; tile < tiles; tile += 2) {
@@ -275,37 +432,30 @@ struct TiledExperts {
     write((tiles - 1) / 2 * 2);
   }
 
-  // h of one or two tiles' tokens, to their rows, `width` apart.
-  void write_h(const float* made, bool gated, int tiles, const float* gate, int32_t* to,
-               int64_t width) const {
+  // h of one or two tiles' tokens, to their lines, from a unit on.
+  void write_h(const float* made, bool gated, int tiles, int64_t first, int64_t unit) const {
+    const float* gate = gate_L + first;
     if (gated) {
       const auto h_of = [&](int m, int lane) {
         const Floats up = load(made + m * LINE + lane);
         const Floats of_gate = load(made + (TILE + m) * LINE + lane);
         return activated(of_gate, activation) * up * load(gate + lane);
       };
-      write_units(h_of, tiles, to, width);
+      write_units(h_of, tiles, first, unit);
     } else {
       for (int half = 0; half < 2; half++) {
         const auto h_of = [&](int m, int lane) {
           const Floats up = load(made + (half * TILE + m) * LINE + lane);
           return activated(up, activation) * load(gate + lane);
         };
-        write_units(h_of, tiles, to + half * TILE / 2, width);
+        write_units(h_of, tiles, first, unit + half * TILE / 2);
       }
     }
   }
 
-  // `count` rows and as many of zeros as make 16.
-  void fill_up(const bf16* from, int64_t count, bf16* to) const {
-    const int64_t there = std::clamp<int64_t>(count, 0, TILE);
-    std::copy(from, from + there * D, to);
-    std::fill(to + there * D, to + TILE * D, bf16{0});
-  }
-
-  // Units of 16 neurons' h, eight of them in a row of every token.
+  // Units of 16 neurons' h, eight of them in a line of every token.
   template <typename F>
-  static void write_units(F h_of, int tiles, int32_t* to, int64_t width) {
+  void write_units(F h_of, int tiles, int64_t first, int64_t unit) const {
     constexpr int HALF = TILE / 2;
     alignas(64) int32_t units_UL[TILE * TILE], lines[TILE * TILE];
     for (int t = 0; t < tiles; t++)
@@ -316,33 +466,35 @@ struct TiledExperts {
     columns_of([&](int row) { return units_UL + row * TILE; }, lines);
     for (int t = 0; t < tiles; t++)
       for (int token = 0; token < TILE; token++)
-        std::memcpy(to + (t * TILE + token) * width, lines + token * TILE + t * HALF,
+        std::memcpy(h_L[first + t * TILE + token] + unit, lines + token * TILE + t * HALF,
                     HALF * sizeof(int32_t));
   }
 
-  // Rows of W_down for outputs [i, end), in pairs, and zeros after them.
-  void weave(const TiledShare& share, int64_t i, int64_t end) {
-    const int64_t units = share.width();
-    const int64_t there = share.to - share.from;
-    if (int64_t(woven.size()) < units * (end - i)) woven.resize(units * (end - i));
+  // `units` pairs of rows of W_down, null where there is none, for outputs [i, end).
+  template <typename RowOf>
+  void weave(RowOf row_of, int64_t units, int64_t i, int64_t end) {
+    grow(woven, units * (end - i));
     for (int64_t u = 0; u < units; u++) {
-      const int64_t m = 2 * u;
-      const bf16* one = share.expert.down_MD + (share.from + m) * D;
-      const bf16* two = m + 1 < there ? one + D : one;  // where there is none h is zero
+      const bf16* one = row_of(2 * u);
+      const bf16* two = row_of(2 * u + 1);
+      if (!two) two = one;  // h has a zero
       for (int64_t o = i; o < end; o += DEEP) {
         __m512bh both[2] = {};
-        if (m < there) Unit<bf16>::read_rows<2>(one + o, two + o, both);
+        if (one) Unit<bf16>::read_rows<2>(one + o, two + o, both);
         std::memcpy(woven.data() + (o - i) * units + u * LINE, both, sizeof both);
       }
     }
   }
 
-  // y of outputs [i, end) += what a share's neurons give.
-  void add_outputs(const TiledShare& share, int64_t i, int64_t end) {
-    weave(share, i, end);
-    const int64_t width = share.width();
+  // y of outputs [i, end) += what a share in lines of its own gives.
+  void add_picked(const TiledShare& share, int64_t i, int64_t end) {
+    const auto row_of = [&](int64_t m) -> const bf16* {
+      return m < share.count() ? share.expert.down_MD + (share.from + m) * D : nullptr;
+    };
+    weave(row_of, share.width, i, end);
+    const int64_t width = share.width;
     for (int64_t tile = 0; tile < share.tiles(); tile += 2) {
-      const int32_t* h = h_TU.data() + share.h_start + tile * TILE * width;
+      const int32_t* h = h_own.data() + share.start + tile * TILE * width;
       float* y[2 * TILE];
       const int count = int(std::min<int64_t>(2 * TILE, share.tokens - tile * TILE));
       for (int t = 0; t < count; t++) y[t] = y_TD + share.pairs[tile * TILE + t].token * D;
@@ -370,6 +522,32 @@ struct TiledExperts {
       float* to = y[t] + o;
       store(to, load(to) + load(made + t * LINE));
       store(to + LANES, load(to + LANES) + load(made + t * LINE + LANES));
+    }
+  }
+
+  // y of outputs [i, end) += what units [unit, unit + units) of lines of all tokens give.
+  void add_all(int64_t unit, int64_t units, int64_t i, int64_t end) {
+    weave([&](int64_t m) { return down[2 * unit + m]; }, units, i, end);
+    const int64_t width = all_units + TILE;
+    const int64_t steps = units / TILE;
+    for (int64_t t = 0; t < all_tokens; t += 2 * TILE) {
+      const int32_t* h = h_TU.data() + t * width + unit;
+      float* y = y_TD + (first_token + t) * D;
+      const int64_t left = all_tokens - t;
+      for (int64_t o = i; o < end; o += DEEP) {
+        const int32_t* of_outputs = woven.data() + (o - i) * units;
+        if (left >= 2 * TILE) {
+          tile_sums<2>(h, width, of_outputs, steps, y + o, D);
+        } else if (left == TILE) {
+          tile_sums<1>(h, width, of_outputs, steps, y + o, D);
+        } else {  // lines beyond the last token are not y's
+          tile_outputs<2>(h, width, of_outputs, steps, products[0]);
+          for (int64_t j = 0; j < left; j++) {
+            float* to = y + j * D;
+            add_to(&to, 1, o, products[0] + j * LINE);
+          }
+        }
+      }
     }
   }
 };
