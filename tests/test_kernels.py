@@ -250,6 +250,22 @@ def test_no_token_and_what_is_no_number() -> None:
     assert found[[0, 2]].isfinite().all()
 
 
+def test_what_was_no_number_is_gone_in_the_next_call() -> None:
+    """Memory is kept between calls, for neurons that fill up too."""
+    block = block_of((0, 24, 69, 60, 128), torch.bfloat16)
+    x = torch.randn(40, 128).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        clean = block_forward(block, x)
+        assert clean is not None
+        assert clean.isfinite().all()
+        block_forward(block, torch.full_like(x, torch.nan))
+        assert torch.equal(block_forward(block, x), clean)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_is_no_number_passes_relu() -> None:
     """Without gates that are no numbers themselves, as after a conversion."""
     block = block_of((13, 12, 9, 4, 40), activation="relu", gated=False)

@@ -36,6 +36,7 @@ constexpr int64_t X_NUMBERS = 3 << 18;     // of tokens that share weights in a 
 constexpr int64_t MOST_TOGETHER = 512;     // tokens of that kind
 constexpr int64_t Y_NUMBERS = 1 << 18;     // of y that stay in the second cache
 constexpr int64_t MOST_UNITS = 256;        // pairs of rows of W_down that are woven at once
+constexpr int64_t MOST_OUTPUTS = 1024;     // numbers of such rows
 
 // Whether Linux lets this process use the registers of tiles, which it has to be asked for.
 inline bool tiles_are_there() {
@@ -300,7 +301,8 @@ struct TiledExperts {
     all_tokens = end - begin;
     const std::vector<TiledShare> tiled = placed(shares);
     for (const TiledShare& share : tiled) make_all_h(share);
-    const int64_t outputs = std::max<int64_t>(2 * DEEP, Y_NUMBERS / all_tokens / DEEP * DEEP);
+    const int64_t fitting = std::max<int64_t>(2 * DEEP, Y_NUMBERS / all_tokens / DEEP * DEEP);
+    const int64_t outputs = std::min(MOST_OUTPUTS, fitting);
     for (int64_t i = 0; i < D; i += outputs) {
       const int64_t until = std::min(i + outputs, D);
       for (const TiledShare& share : tiled)
@@ -335,7 +337,8 @@ struct TiledExperts {
       }
       tiled.push_back(share);
     }
-    all_units = (int64_t(down.size()) + DEEP - 1) / DEEP * TILE;
+    const int64_t used = int64_t(down.size()) / 2;
+    all_units = (used + TILE - 1) / TILE * TILE;
     down.resize(2 * all_units);
     const int64_t width = all_units + TILE;  // a share's last units may lie beyond all
     int64_t most = width;
@@ -347,6 +350,10 @@ struct TiledExperts {
     grow(h_own, own);
     grow(h_TU, lines * width);
     grow(nobody, most);
+    for (int64_t t = 0; t < all_tokens; t++) {  // zero times what was there may be no number
+      int32_t* line = h_TU.data() + t * width;
+      std::fill(line + used, line + all_units, 0);
+    }
     return tiled;
   }
 
