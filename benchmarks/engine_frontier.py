@@ -3,18 +3,24 @@
     python benchmarks/engine_frontier.py llama.cpp --output DIR --models moesaic-25=FOLDER,...
         --engine-python VENV/bin/python --convert-hf llama.cpp/convert_hf_to_gguf.py
     python benchmarks/engine_frontier.py transformers --output DIR --models moesaic-25=FOLDER,...
+    python benchmarks/engine_frontier.py vllm --output DIR --models moesaic-25=FOLDER,...
+        --engine-python .engines/vllm/bin/python
 
 FOLDERs are converted by moesaic from the model of `make smollm2`. In llama.cpp each model, the
 dense one too, is a GGUF file in 16, 8 and 4 bits (--kinds), and perplexity is llama.cpp's own; in
-transformers it is in its own dtype. Time is over the dense model's in 16 bits, by `moesaic bench`,
+transformers and vLLM it is in its own dtype, and perplexity that of transformers. vLLM is given
+experts as `moesaic export --format glm4_moe` writes them, pruned models by `--format dense`, and
+single neurons as they are (plug-in). Time is over the dense model's in 16 bits, by `moesaic bench`,
 so say it on a machine that does nothing else; --perplexity-only leaves time out, for one that
-does. Writes DIR/ENGINE.json as it goes, and goes on with it; DIR/ENGINE.md and .png at the end.
+does. In vLLM each model is loaded alone, the dense one first and once more at the end (`again`).
+Writes DIR/ENGINE.json as it goes, and goes on with it; DIR/ENGINE.md and .png at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -27,14 +33,16 @@ import moesaic
 from moesaic.calibration.text import to_ids
 from moesaic.cli.quiet import quieten
 from moesaic.families.load import load_config, load_model, load_tokenizer
+from moesaic.modeling.moe_config_moesaic import NEURON_KINDS
 
 HERE = Path(__file__).parent
 DENSE = "dense"
 LENGTH = 512
 # What others are divided by, and the number formats that are tried. The model's weights lie on
 # q4_1's grid already: that flatters the dense model and attention in q4_1.
-BASE = {"llama.cpp": "f16", "transformers": "own"}
-KINDS = {"llama.cpp": "f16,q8_0,q4_1", "transformers": "own"}
+BASE = {"llama.cpp": "f16", "transformers": "own", "vllm": "own"}
+KINDS = {"llama.cpp": "f16,q8_0,q4_1", "transformers": "own", "vllm": "own"}
+AGAIN = "again"
 REGIMES = {"prefill": "a prompt", "decode": "a token"}
 
 
@@ -45,6 +53,8 @@ class Frontier:
         self.options = options
         self.dense = needed_folder()
         self.models = {DENSE: self.dense} | options.models
+        if options.engine == "vllm":
+            self.models[AGAIN] = self.dense
         tokenizer = load_tokenizer(str(self.dense))
         ids = to_ids(find_texts().heldout, tokenizer)
         self.ids = ids[: options.tokens]
@@ -74,6 +84,8 @@ class Frontier:
         """What the engine loads."""
         if self.options.engine == "transformers":
             return Path(self.models[name])
+        if self.options.engine == "vllm":
+            return self.served(name)
         own = self.options.output / f"{name}.f16.gguf"
         if not own.is_file():
             self.write_gguf(self.models[name], own)
@@ -83,6 +95,20 @@ class Frontier:
         if not file.is_file():
             self.in_engine("quantise", str(own), str(file), kind)
         return file
+
+    def served(self, name: str) -> Path:
+        """As vLLM takes it."""
+        folder = Path(self.models[name])
+        config = load_config(str(folder))
+        if config.model_type != "moesaic" or is_of_neurons(config.moesaic):
+            return folder
+        output = self.options.output / f"{name}.vllm"
+        if not output.is_dir():
+            is_pruned = config.moesaic.router is None
+            format_name = "dense" if is_pruned else "glm4_moe"
+            export = [sys.executable, "-m", "moesaic", "export", folder]
+            run([*export, "--format", format_name, "--output", output])
+        return output
 
     def write_gguf(self, folder: Path, file: Path) -> None:
         """In 16 bits: ours by moesaic, ordinary models by llama.cpp's script."""
@@ -112,7 +138,7 @@ class Frontier:
 
     def perplexity(self, model: Path) -> float:
         """Of answers: neurons that are chosen are chosen for each token."""
-        if self.options.engine == "transformers":
+        if self.options.engine != "llama.cpp":
             loaded = load_model(str(model), "auto")
             value, _ = moesaic.perplexity(loaded, self.ids, LENGTH)
             return value
@@ -129,6 +155,8 @@ class Frontier:
 
     def times(self, model: Path) -> dict[str, Any]:
         """Median, least and most over the dense model in 16 bits."""
+        if self.options.engine == "vllm":
+            return self.times_alone(model)
         dense = self.file_of(DENSE, BASE[self.options.engine])
         result = moesaic.bench(
             str(model),
@@ -147,6 +175,31 @@ class Frontier:
                 "median": row["ratio"],
                 "least": row["least"],
                 "most": row["most"],
+            }
+        return times
+
+    def times_alone(self, model: Path) -> dict[str, Any]:
+        """The same of a model that ran by itself, after the dense one did."""
+        result = moesaic.bench(
+            str(model),
+            prefill=512,
+            decode=64,
+            batches=(1,),
+            engine=self.options.engine,
+            engine_python=self.options.engine_python,
+            rounds=self.options.rounds,
+        )
+        times = {}
+        known = self.rows[f"{DENSE} {BASE['vllm']}"]
+        for row in result["rows"]:
+            (seconds,) = row["seconds"]
+            median = statistics.median(seconds)
+            base = known.get(row["kind"], {"seconds": median})["seconds"]
+            times[row["kind"]] = {
+                "median": median / base,
+                "least": min(seconds) / base,
+                "most": max(seconds) / base,
+                "seconds": median,
             }
         return times
 
@@ -199,6 +252,12 @@ class Frontier:
         figure.savefig(self.path.with_suffix(".png"), dpi=130)
 
 
+def is_of_neurons(recipe: Any) -> bool:
+    """Whether single neurons are chosen, which no stock architecture does."""
+    router = recipe.router
+    return router is not None and router.kind in NEURON_KINDS
+
+
 def colour_of(name: str) -> str:
     method = name.partition("-")[0].partition(" ")[0]
     colours = {DENSE: "black", "static": "tab:orange", "moesaic": "tab:blue"}
@@ -226,7 +285,7 @@ def named(text: str) -> dict[str, Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("engine", choices=("transformers", "llama.cpp"))
+    add("engine", choices=tuple(BASE))
     add("--output", type=Path, required=True)
     add("--models", type=named, required=True)
     add("--kinds", help="with the first of KINDS among them")

@@ -4,9 +4,9 @@
 // are rows as they lie; tokens are packed as columns of pairs for each expert. h goes back
 // as rows of tokens, and rows of W_down are woven into pairs.
 //
-// A sum for every token, expert and output takes longer than the products of a small
-// expert. So where most tokens run a share, its h lie beside those of others in lines of
-// all tokens, zero for tokens that do not run it, and sums stay in registers.
+// To pick the tokens of an expert and to add to their y takes longer than the products of
+// a small expert. Where most tokens run such experts, all tokens do, with zero as gate of
+// those that should not: their columns are packed once, and sums stay in registers.
 //
 // Suffixes: U units (pairs of bfloat16), L lanes (tokens side by side), T tokens.
 
@@ -33,7 +33,6 @@ constexpr int TILE = 16;  // rows of a tile, and columns of a product
 constexpr int DEEP = 32;  // numbers of a row of a tile
 constexpr int LINE = 2 * TILE;             // numbers of a line of products
 constexpr int64_t X_NUMBERS = 3 << 18;     // of tokens that share weights in a cache
-constexpr int64_t MOST_TOGETHER = 512;     // tokens of that kind
 constexpr int64_t Y_NUMBERS = 1 << 18;     // of y that stay in the second cache
 constexpr int64_t MOST_UNITS = 256;        // pairs of rows of W_down that are woven at once
 constexpr int64_t MOST_OUTPUTS = 1024;     // numbers of such rows
@@ -250,23 +249,27 @@ inline void score_tiles(const bf16* x_TD, const bf16* router_RD, float* scores_T
 
 // --- experts ---------------------------------------------------------------------------
 
-// A share of an expert, and where its h are: in lines of all tokens, zero for those that do
-// not run it, or in lines of its own.
-struct TiledShare : Share<bf16> {
-  bool in_all = false;
-  int64_t start = 0;  // of its h: of lines, or among the units of a line of all
-  int64_t width = 0;  // units of a line
+// One neuron: rows of its matrices, and the gate of each token that it is computed for.
+struct Neuron {
+  const bf16* up;
+  const bf16* gate;  // null in an FFN without a gate
+  const bf16* down;
+  const float* gate_T;
+};
 
-  int64_t count() const { return to - from; }
+// Neurons that are computed for the same tokens: those of one share for those that run it,
+// or those of several shares for all, with zero as gate of those that do not.
+struct Group {
+  std::vector<Neuron> neurons;
+  const Pair* pairs;  // null for all tokens, in order
+  int64_t tokens;
+  int64_t h_start;  // of its h
+
+  int64_t count() const { return int64_t(neurons.size()); }
   int64_t steps() const { return (count() + DEEP - 1) / DEEP; }
-  int64_t tiles() const { return (tokens + TILE - 1) / TILE; }
-
-  // To skip tokens costs a sum for each that is there. Measured: 60 ticks for two tiles of
-  // tokens, 32 neurons and 32 outputs; 48, and 300 for the sums, where tokens are picked.
-  bool pays_for_all(int64_t all_tokens) const {
-    const double picked = double(tokens) / all_tokens * (48.0 * steps() + 300);
-    return picked > 60.0 * count() / DEEP;
-  }
+  int64_t width() const { return steps() * TILE; }  // units of h of a token
+  // A product takes two tiles of tokens, of which the last may not be there.
+  int64_t lines() const { return (tokens + 2 * TILE - 1) / (2 * TILE) * (2 * TILE); }
 };
 
 // First h of all experts, then y: so that y of some outputs stays in a cache for all.
@@ -274,20 +277,16 @@ struct TiledExperts {
   const bf16* x_TD;
   float* y_TD;
   int64_t D;
+  bool gated;
   int activation;
   int64_t first_token, all_tokens;
 
   // What a thread keeps.
   Lines<int32_t> x_UL;   // tile after tile, a line for every unit
-  Lines<int32_t> h_own;  // h of each share in lines of its own
-  Lines<int32_t> h_TU;   // h of all tokens, the shares' beside each other
-  int64_t all_units;     // of a line of it
+  Lines<float> gate_GT;  // gates of one share after the other
+  Lines<int32_t> h_TU;
   Lines<int32_t> woven;  // for every 32 outputs a line for every unit
-  Lines<bf16> rows;      // that are filled up with zeros
-  std::vector<const bf16*> down;     // rows of W_down of the shares that lie side by side
-  alignas(64) float gate_L[MOST_TOGETHER];
-  int32_t* h_L[MOST_TOGETHER];
-  Lines<int32_t> nobody;  // h of lanes without a token
+  Lines<bf16> rows;      // that do not lie as tiles
   alignas(64) float products[2][2 * TILE * LINE];  // of now, and of the time before
 
   // y += what all shares give, for tokens [begin, end).
@@ -296,20 +295,18 @@ struct TiledExperts {
     x_TD = x;
     y_TD = y;
     D = hidden_size;
+    gated = shares[0].expert.gate_MD != nullptr;
     activation = activated_by;
     first_token = begin;
     all_tokens = end - begin;
-    const std::vector<TiledShare> tiled = placed(shares);
-    for (const TiledShare& share : tiled) make_all_h(share);
+    const std::vector<Group> groups = grouped(shares);
+    for (const Group& group : groups) make_all_h(group);
     const int64_t fitting = std::max<int64_t>(2 * DEEP, Y_NUMBERS / all_tokens / DEEP * DEEP);
     const int64_t outputs = std::min(MOST_OUTPUTS, fitting);
-    for (int64_t i = 0; i < D; i += outputs) {
-      const int64_t until = std::min(i + outputs, D);
-      for (const TiledShare& share : tiled)
-        if (!share.in_all) add_picked(share, i, until);
-      for (int64_t unit = 0; unit < all_units; unit += MOST_UNITS)
-        add_all(unit, std::min(MOST_UNITS, all_units - unit), i, until);
-    }
+    for (int64_t i = 0; i < D; i += outputs)
+      for (const Group& group : groups)
+        for (int64_t m = 0; m < group.count(); m += 2 * MOST_UNITS)
+          add_outputs(group, m, i, std::min(i + outputs, D));
   }
 
   template <typename N>
@@ -317,152 +314,152 @@ struct TiledExperts {
     if (int64_t(kept.size()) < count) kept.resize(count);
   }
 
-  // Decides where the h of each share are, and makes room for them.
-  std::vector<TiledShare> placed(const std::vector<Share<bf16>>& shares) {
-    std::vector<TiledShare> tiled;
-    int64_t own = 0;
-    down.clear();
-    for (const Share<bf16>& given : shares) {
-      TiledShare share{given};
-      share.in_all = share.pays_for_all(all_tokens);
-      if (share.in_all) {
-        share.start = int64_t(down.size()) / 2;
-        for (int64_t m = share.from; m < share.to; m++)
-          down.push_back(share.expert.down_MD + m * D);
-        if (down.size() % 2) down.push_back(nullptr);
-      } else {
-        share.start = own;
-        share.width = share.steps() * TILE;
-        own += share.tiles() * TILE * share.width;
-      }
-      tiled.push_back(share);
-    }
-    const int64_t used = int64_t(down.size()) / 2;
-    all_units = (used + TILE - 1) / TILE * TILE;
-    down.resize(2 * all_units);
-    const int64_t width = all_units + TILE;  // a share's last units may lie beyond all
-    int64_t most = width;
-    for (TiledShare& share : tiled) {
-      if (share.in_all) share.width = width;
-      most = std::max(most, share.width);
-    }
+  // Whether a share takes less time for all tokens than for its own. To pick tokens costs
+  // their columns, and a sum for each and every output; tiles are filled up with zeros.
+  // In cycles, as measured, for two tiles of tokens.
+  bool pays_for_all(const Share<bf16>& share) const {
+    const double rows = D / DEEP * 120 + 740;  // 16 neurons and their gates
+    const double columns = D / DEEP * 150;
+    const double neurons = double(share.to - share.from);
+    const double tiles = std::ceil(neurons / TILE);
+    const double steps = std::ceil(neurons / DEEP);
+    const double picked = columns + tiles * rows + D / DEEP * (48 * steps + 300);
+    const double all = neurons / TILE * rows + D / DEEP * 60 * neurons / DEEP;
+    return share.tokens * picked > all_tokens * all;
+  }
+
+  // The group of all tokens, and one for each other share; makes room for their h.
+  std::vector<Group> grouped(const std::vector<Share<bf16>>& shares) {
     const int64_t lines = (all_tokens + 2 * TILE - 1) / (2 * TILE) * (2 * TILE);
-    grow(h_own, own);
-    grow(h_TU, lines * width);
-    grow(nobody, most);
-    for (int64_t t = 0; t < all_tokens; t++) {  // zero times what was there may be no number
-      int32_t* line = h_TU.data() + t * width;
-      std::fill(line + used, line + all_units, 0);
-    }
-    return tiled;
-  }
-
-  void make_all_h(const TiledShare& share) {
-    const int64_t fitting = std::min(MOST_TOGETHER, X_NUMBERS / D / TILE * TILE);
-    const int64_t together = std::max<int64_t>(2 * TILE, fitting);
-    const int beside = share.expert.gate_MD ? TILE : 2 * TILE;
-    if (share.in_all) clear_others(share);
-    for (int64_t first = 0; first < share.tokens; first += together) {
-      const int64_t count = std::min(together, share.tokens - first);
-      fill(share, first, count);
-      for (int64_t m = 0; m < share.steps() * DEEP; m += beside)
-        make_h(share, m, (count + TILE - 1) / TILE);
-    }
-  }
-
-  // Where the h of a token begin.
-  int32_t* line_of(const TiledShare& share, int64_t number) {
-    if (!share.in_all) return h_own.data() + share.start + number * share.width;
-    const int64_t token = share.pairs[number].token - first_token;
-    return h_TU.data() + token * share.width + share.start;
-  }
-
-  // Zeros for tokens that do not run a share. Its tokens are in order.
-  void clear_others(const TiledShare& share) {
-    int64_t number = 0;
-    for (int64_t t = 0; t < all_tokens; t++) {
-      if (number < share.tokens && share.pairs[number].token - first_token == t) {
-        number++;
-        continue;
+    grow(gate_GT, int64_t(shares.size()) * lines);
+    std::vector<Group> groups(1, Group{{}, nullptr, all_tokens, 0});
+    for (size_t s = 0; s < shares.size(); s++) {
+      const Share<bf16>& share = shares[s];
+      float* gate_T = gate_GT.data() + s * lines;
+      std::fill(gate_T, gate_T + lines, 0.0f);
+      const bool for_all = pays_for_all(share);
+      for (int64_t t = 0; t < share.tokens; t++) {
+        const Pair& pair = share.pairs[t];
+        gate_T[for_all ? pair.token - first_token : t] = pair.gate;
       }
-      int32_t* line = h_TU.data() + t * share.width + share.start;
-      std::fill(line, line + (share.count() + 1) / 2, 0);
+      if (!for_all) groups.push_back(Group{{}, share.pairs, share.tokens, 0});
+      Group& group = for_all ? groups[0] : groups.back();
+      for (int64_t m = share.from; m < share.to; m++) {
+        const bf16* gate = gated ? share.expert.gate_MD + m * D : nullptr;
+        const Expert<bf16>& expert = share.expert;
+        group.neurons.push_back({expert.up_MD + m * D, gate, expert.down_MD + m * D, gate_T});
+      }
+    }
+    int64_t units = 0;
+    for (Group& group : groups) {
+      group.h_start = units;
+      units += group.lines() * group.width();
+    }
+    grow(h_TU, units);
+    return groups;
+  }
+
+  void make_all_h(const Group& group) {
+    const int64_t fitting = X_NUMBERS / D / (2 * TILE) * (2 * TILE);
+    const int64_t together = std::max<int64_t>(2 * TILE, fitting);
+    for (int64_t first = 0; first < group.tokens && group.count(); first += together) {
+      const int64_t count = std::min(together, group.tokens - first);
+      fill(group, first, count);
+      const int beside = gated ? TILE : 2 * TILE;
+      for (int64_t m = 0; m < 2 * group.width(); m += beside) make_h(group, m, first, count);
     }
   }
 
-  // Tokens as tiles; those that are not there are the last one, with no gate.
-  void fill(const TiledShare& share, int64_t first, int64_t count) {
+  // Tokens as tiles; those that are not there are the last one.
+  void fill(const Group& group, int64_t first, int64_t count) {
     const int64_t tiles = (count + TILE - 1) / TILE;
     grow(x_UL, tiles * TILE * D / 2);
     for (int64_t tile = 0; tile < tiles; tile++) {
       const int32_t* x[TILE];
       for (int j = 0; j < TILE; j++) {
-        const int64_t t = tile * TILE + j;
-        const int64_t number = first + std::min(t, count - 1);
-        const Pair& pair = share.pairs[number];
-        x[j] = (const int32_t*)(x_TD + pair.token * D);
-        gate_L[t] = t < count ? pair.gate : 0;
-        h_L[t] = t < count ? line_of(share, number) : nobody.data();
+        const int64_t number = first + std::min(tile * TILE + j, count - 1);
+        const int64_t token = group.pairs ? group.pairs[number].token : first_token + number;
+        x[j] = (const int32_t*)(x_TD + token * D);
       }
       fill_tile(x, D, x_UL.data() + tile * D / 2 * TILE);
     }
   }
 
-  // h of neurons from `m` on, times their gates, for some tiles of tokens: of 16 neurons
-  // and their gates' rows, or of 32 where there are none. Neurons beyond the last are zero.
-  void make_h(const TiledShare& share, int64_t m, int64_t tiles) {
-    const bool gated = share.expert.gate_MD != nullptr;
-    const bf16* first = share.expert.up_MD + (share.from + m) * D;
-    const bf16* second =
-        gated ? share.expert.gate_MD + (share.from + m) * D : first + TILE * D;
-    const int64_t left = share.count() - m;
-    if (left < (gated ? TILE : 2 * TILE)) {
-      grow(rows, 2 * TILE * D);
-      fill_up(first, left, D, rows.data());
-      fill_up(second, gated ? left : left - TILE, D, rows.data() + TILE * D);
-      first = rows.data();
-      second = first + TILE * D;
+  // 16 rows of a matrix from neuron `m` on: as they lie, or where they are not side by side
+  // copies, with zeros for neurons beyond the last.
+  const bf16* rows_of(const Group& group, int64_t m, const bf16* Neuron::*matrix, int64_t copy) {
+    const auto row = [&](int64_t i) {
+      return m + i < group.count() ? group.neurons[m + i].*matrix : nullptr;
+    };
+    bool are_beside = true;
+    for (int i = 0; i < TILE; i++) are_beside = are_beside && row(i) && row(i) == row(0) + i * D;
+    if (are_beside) return row(0);
+    grow(rows, 2 * TILE * D);
+    bf16* copies = rows.data() + copy * TILE * D;
+    for (int i = 0; i < TILE; i++) {
+      if (row(i))
+        std::memcpy(copies + i * D, row(i), D * sizeof(bf16));
+      else
+        std::fill(copies + i * D, copies + (i + 1) * D, bf16{0});
     }
+    return copies;
+  }
+
+  // h of neurons from `m` on, times their gates, for some tokens: of 16 neurons and their
+  // gates' rows, or of 32 where there are none. Neurons beyond the last are zero.
+  void make_h(const Group& group, int64_t m, int64_t first, int64_t count) {
+    const bf16* rows_first = rows_of(group, m, &Neuron::up, 0);
+    const bf16* rows_second = gated ? rows_of(group, m, &Neuron::gate, 1)
+                                    : rows_of(group, m + TILE, &Neuron::up, 1);
+    const int64_t tiles = (count + TILE - 1) / TILE;
+    const int64_t width = group.width();
+    int32_t* h = h_TU.data() + group.h_start + first * width + m / 2;
     const auto write = [&](int64_t tile) {
+      const float* made = products[tile / 2 % 2];
       const int two = tile + 1 < tiles ? 2 : 1;
-      write_h(products[tile / 2 % 2], gated, two, tile * TILE, m / 2);
+      write_h(group, m, made, two, first + tile * TILE, h + tile * TILE * width);
     };
     // Products are used while the next ones are made.
     for (int64_t tile = 0; tile < tiles; tile += 2) {
       const int32_t* x = x_UL.data() + tile * D / 2 * TILE;
       if (tile + 1 < tiles)
-        tile_dots<2>(first, second, D, x, products[tile / 2 % 2]);
+        tile_dots<2>(rows_first, rows_second, D, x, products[tile / 2 % 2]);
       else
-        tile_dots<1>(first, second, D, x, products[tile / 2 % 2]);
+        tile_dots<1>(rows_first, rows_second, D, x, products[tile / 2 % 2]);
       if (tile > 0) write(tile - 2);
     }
     write((tiles - 1) / 2 * 2);
   }
 
-  // h of one or two tiles' tokens, to their lines, from a unit on.
-  void write_h(const float* made, bool gated, int tiles, int64_t first, int64_t unit) const {
-    const float* gate = gate_L + first;
+  // h of one or two tiles' tokens, to their lines.
+  void write_h(const Group& group, int64_t m, const float* made, int tiles, int64_t first,
+               int32_t* to) const {
+    const auto gate_at = [&](int64_t neuron, int lane) {
+      const int64_t last = group.count() - 1;
+      return load(group.neurons[std::min(neuron, last)].gate_T + first + lane);
+    };
     if (gated) {
-      const auto h_of = [&](int m, int lane) {
-        const Floats up = load(made + m * LINE + lane);
-        const Floats of_gate = load(made + (TILE + m) * LINE + lane);
-        return activated(of_gate, activation) * up * load(gate + lane);
+      const auto h_of = [&](int i, int lane) {
+        const Floats up = load(made + i * LINE + lane);
+        const Floats of_gate = load(made + (TILE + i) * LINE + lane);
+        return activated(of_gate, activation) * up * gate_at(m + i, lane);
       };
-      write_units(h_of, tiles, first, unit);
+      write_units(h_of, tiles, to, group.width());
     } else {
       for (int half = 0; half < 2; half++) {
-        const auto h_of = [&](int m, int lane) {
-          const Floats up = load(made + (half * TILE + m) * LINE + lane);
-          return activated(up, activation) * load(gate + lane);
+        const auto h_of = [&](int i, int lane) {
+          const int neuron = half * TILE + i;
+          const Floats up = load(made + neuron * LINE + lane);
+          return activated(up, activation) * gate_at(m + neuron, lane);
         };
-        write_units(h_of, tiles, first, unit + half * TILE / 2);
+        write_units(h_of, tiles, to + half * TILE / 2, group.width());
       }
     }
   }
 
   // Units of 16 neurons' h, eight of them in a line of every token.
   template <typename F>
-  void write_units(F h_of, int tiles, int64_t first, int64_t unit) const {
+  static void write_units(F h_of, int tiles, int32_t* to, int64_t width) {
     constexpr int HALF = TILE / 2;
     alignas(64) int32_t units_UL[TILE * TILE], lines[TILE * TILE];
     for (int t = 0; t < tiles; t++)
@@ -473,53 +470,81 @@ struct TiledExperts {
     columns_of([&](int row) { return units_UL + row * TILE; }, lines);
     for (int t = 0; t < tiles; t++)
       for (int token = 0; token < TILE; token++)
-        std::memcpy(h_L[first + t * TILE + token] + unit, lines + token * TILE + t * HALF,
+        std::memcpy(to + (t * TILE + token) * width, lines + token * TILE + t * HALF,
                     HALF * sizeof(int32_t));
   }
 
-  // `units` pairs of rows of W_down, null where there is none, for outputs [i, end).
-  template <typename RowOf>
-  void weave(RowOf row_of, int64_t units, int64_t i, int64_t end) {
+  // y of outputs [i, end) += what neurons from `m` on give, as many as are woven at once.
+  void add_outputs(const Group& group, int64_t m, int64_t i, int64_t end) {
+    const int64_t units = std::min(MOST_UNITS, group.width() - m / 2);
+    weave(group, m, units, i, end);
+    const int32_t* h = h_TU.data() + group.h_start + m / 2;
+    for (int64_t t = 0; t < group.tokens; t += 2 * TILE) {
+      if (group.pairs)
+        add_picked(group, t, units, h + t * group.width(), i, end);
+      else
+        add_all(group, t, units, h + t * group.width(), i, end);
+    }
+  }
+
+  // Rows of W_down in pairs, and zeros after them, for outputs [i, end).
+  void weave(const Group& group, int64_t m, int64_t units, int64_t i, int64_t end) {
     grow(woven, units * (end - i));
     for (int64_t u = 0; u < units; u++) {
-      const bf16* one = row_of(2 * u);
-      const bf16* two = row_of(2 * u + 1);
-      if (!two) two = one;  // h has a zero
+      const int64_t neuron = m + 2 * u;
+      const bool is_there = neuron < group.count();
+      const bool has_second = neuron + 1 < group.count();  // else h has a zero
+      const bf16* one = is_there ? group.neurons[neuron].down : nullptr;
+      const bf16* two = has_second ? group.neurons[neuron + 1].down : one;
       for (int64_t o = i; o < end; o += DEEP) {
         __m512bh both[2] = {};
-        if (one) Unit<bf16>::read_rows<2>(one + o, two + o, both);
+        if (is_there) Unit<bf16>::read_rows<2>(one + o, two + o, both);
         std::memcpy(woven.data() + (o - i) * units + u * LINE, both, sizeof both);
       }
     }
   }
 
-  // y of outputs [i, end) += what a share in lines of its own gives.
-  void add_picked(const TiledShare& share, int64_t i, int64_t end) {
-    const auto row_of = [&](int64_t m) -> const bf16* {
-      return m < share.count() ? share.expert.down_MD + (share.from + m) * D : nullptr;
-    };
-    weave(row_of, share.width, i, end);
-    const int64_t width = share.width;
-    for (int64_t tile = 0; tile < share.tiles(); tile += 2) {
-      const int32_t* h = h_own.data() + share.start + tile * TILE * width;
-      float* y[2 * TILE];
-      const int count = int(std::min<int64_t>(2 * TILE, share.tokens - tile * TILE));
-      for (int t = 0; t < count; t++) y[t] = y_TD + share.pairs[tile * TILE + t].token * D;
-      const auto add = [&](int64_t o) { add_to(y, count, o, products[o / DEEP % 2]); };
-      for (int64_t o = i; o < end; o += DEEP) {
-        for (int t = 0; t < count; t++) {
-          __builtin_prefetch(y[t] + o, 1);
-          __builtin_prefetch(y[t] + o + LANES, 1);
-        }
-        const int32_t* of_outputs = woven.data() + (o - i) * width;
-        float* made = products[o / DEEP % 2];
-        if (tile + 1 < share.tiles())
-          tile_outputs<2>(h, width, of_outputs, share.steps(), made);
-        else
-          tile_outputs<1>(h, width, of_outputs, share.steps(), made);
-        if (o > i) add(o - DEEP);
+  // For two tiles of tokens from the group's token `first` on, whose y lie anywhere.
+  void add_picked(const Group& group, int64_t first, int64_t units, const int32_t* h, int64_t i,
+                  int64_t end) {
+    float* y[2 * TILE];
+    const int count = int(std::min<int64_t>(2 * TILE, group.tokens - first));
+    for (int t = 0; t < count; t++) y[t] = y_TD + group.pairs[first + t].token * D;
+    const auto add = [&](int64_t o) { add_to(y, count, o, products[o / DEEP % 2]); };
+    for (int64_t o = i; o < end; o += DEEP) {
+      for (int t = 0; t < count; t++) {
+        __builtin_prefetch(y[t] + o, 1);
+        __builtin_prefetch(y[t] + o + LANES, 1);
       }
-      add(end - DEEP);
+      const int32_t* of_outputs = woven.data() + (o - i) * units;
+      float* made = products[o / DEEP % 2];
+      if (count > TILE)
+        tile_outputs<2>(h, group.width(), of_outputs, units / TILE, made);
+      else
+        tile_outputs<1>(h, group.width(), of_outputs, units / TILE, made);
+      if (o > i) add(o - DEEP);
+    }
+    add(end - DEEP);
+  }
+
+  // For two tiles of tokens whose y lie side by side.
+  void add_all(const Group& group, int64_t first, int64_t units, const int32_t* h, int64_t i,
+               int64_t end) {
+    float* y = y_TD + (first_token + first) * D;
+    const int64_t left = group.tokens - first;
+    for (int64_t o = i; o < end; o += DEEP) {
+      const int32_t* of_outputs = woven.data() + (o - i) * units;
+      if (left >= 2 * TILE) {
+        tile_sums<2>(h, group.width(), of_outputs, units / TILE, y + o, D);
+      } else if (left == TILE) {
+        tile_sums<1>(h, group.width(), of_outputs, units / TILE, y + o, D);
+      } else {  // lines beyond the last token are not y's
+        tile_outputs<2>(h, group.width(), of_outputs, units / TILE, products[0]);
+        for (int64_t t = 0; t < left; t++) {
+          float* to = y + t * D;
+          add_to(&to, 1, o, products[0] + t * LINE);
+        }
+      }
     }
   }
 
@@ -529,32 +554,6 @@ struct TiledExperts {
       float* to = y[t] + o;
       store(to, load(to) + load(made + t * LINE));
       store(to + LANES, load(to + LANES) + load(made + t * LINE + LANES));
-    }
-  }
-
-  // y of outputs [i, end) += what units [unit, unit + units) of lines of all tokens give.
-  void add_all(int64_t unit, int64_t units, int64_t i, int64_t end) {
-    weave([&](int64_t m) { return down[2 * unit + m]; }, units, i, end);
-    const int64_t width = all_units + TILE;
-    const int64_t steps = units / TILE;
-    for (int64_t t = 0; t < all_tokens; t += 2 * TILE) {
-      const int32_t* h = h_TU.data() + t * width + unit;
-      float* y = y_TD + (first_token + t) * D;
-      const int64_t left = all_tokens - t;
-      for (int64_t o = i; o < end; o += DEEP) {
-        const int32_t* of_outputs = woven.data() + (o - i) * units;
-        if (left >= 2 * TILE) {
-          tile_sums<2>(h, width, of_outputs, steps, y + o, D);
-        } else if (left == TILE) {
-          tile_sums<1>(h, width, of_outputs, steps, y + o, D);
-        } else {  // lines beyond the last token are not y's
-          tile_outputs<2>(h, width, of_outputs, steps, products[0]);
-          for (int64_t j = 0; j < left; j++) {
-            float* to = y + j * D;
-            add_to(&to, 1, o, products[0] + j * LINE);
-          }
-        }
-      }
     }
   }
 };
