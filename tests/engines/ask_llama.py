@@ -7,9 +7,23 @@ With a TEXT also how its tokenizer cuts it, as the last answer.
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
-from llama_cpp import Llama
+from llama_cpp import Llama, llama_cpp
+
+default_params = llama_cpp.llama_model_default_params
+
+
+def params_without_amx():
+    """llama.cpp's own AMX code crashes on weights in 8 bits (its issue 20824, open)."""
+    params = default_params()
+    params.use_extra_bufts = False
+    return params
+
+
+if "amx_tile" in Path("/proc/cpuinfo").read_text():
+    llama_cpp.llama_model_default_params = params_without_amx
 
 model, count, prompts, answers, *text = sys.argv[1:]
 llama = Llama(model, n_ctx=64, logits_all=True, verbose=False, n_threads=1)

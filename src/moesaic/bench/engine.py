@@ -171,8 +171,15 @@ class Worker:
         lines = [line.strip() for line in self.errors.read().splitlines()]
         told = [line for line in lines if line and ELSEWHERE not in line]
         errors = [line for line in told if "Error" in line]
-        last = (errors or told or [f"exit code {code}"])[-1]
+        last = (errors or told or [_worded(code)])[-1]
         return last[:300]
+
+
+def _worded(code: int) -> str:
+    """What a process ended with; by its name where it was a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"it crashed or was killed ({signal.Signals(-code).name})"
 
 
 @contextmanager

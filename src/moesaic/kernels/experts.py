@@ -108,11 +108,18 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     None for a block that has other parts than those: it then runs them one by one.
     Costs 6 (S + K M) D + 2 R D FLOPs a token.
     """
+    if not is_plain_inference(x_TD):
+        return None
     known = _KNOWN.get(block)
-    if known is None or not _still_holds(known, block, x_TD):
+    held = _held(known)  # so that no other thread frees what is read here
+    if known is None or not _still_holds(known, held, block, x_TD):
+        _KNOWN.pop(block, None)
         if not _is_plain(block, x_TD):
             return None
         known = _look_at(block, x_TD)
+        held = _held(known)
+        if _places_of(held) != known.places:
+            return None  # another thread has just put something else there
         _KNOWN[block] = known
     # Other threads may be in the call that is kept.
     return _run(_Call.from_buffer_copy(known.call), x_TD)
@@ -126,10 +133,12 @@ class _Known(NamedTuple):
     """
 
     call: _Call
-    kept: list[tuple[dict[str, Any], str, Any]]  # where, as what, which part
+    kept: list[
+        tuple[dict[str, Any], dict[str, Any]]
+    ]  # a module's parts, and as they were
     modules: list[nn.Module]
     tensors: list[Tensor]
-    pointers: list[int]
+    places: list[tuple[Any, ...]]  # of the tensors in memory
     settings: tuple[Any, ...]
 
 
@@ -151,37 +160,67 @@ def _look_at(block: Any, x_TD: Tensor) -> _Known:
         given["shared_down_SD"] = rows_side_by_side(down_DS)
         if shared.gate_proj is not None:
             given["shared_gate_SD"] = shared.gate_proj.weight
-    call = _call_of(block.experts, router.num_active, given)
-    modules = _parts_of(block)
-    kept: list[tuple[dict[str, Any], str, Any]] = []
+    rows_side_by_side(block.experts.down_proj)
+    modules = [block, *_parts_of(block)]
+    kept = []
     tensors: list[Tensor] = []
-    for module in (block, *modules):
+    for module in modules:
         for parts in (module._modules, module._parameters, module._buffers):
-            kept += [(parts, name, part) for name, part in parts.items()]
-    for _, _, part in kept:
-        if isinstance(part, Tensor):
-            tensors.append(part)
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    settings = _settings_of(block, x_TD)
-    return _Known(call, kept, modules, tensors, pointers, settings)
+            kept.append((parts, dict(parts)))
+            tensors += [
+                part for part in parts.values() if isinstance(part, Tensor)
+            ]
+    places = _places_of([tensor.data for tensor in tensors])
+    call = _call_of(block.experts, router.num_active, given)
+    settings = _settings_of(block, modules, x_TD)
+    return _Known(call, kept, modules, tensors, places, settings)
 
 
-def _settings_of(block: Any, x_TD: Tensor) -> tuple[Any, ...]:
+def _held(known: _Known | None) -> list[Tensor]:
+    """Its tensors as they lie, which stay in memory as long as this list."""
+    if known is None:
+        return []
+    return [tensor.data for tensor in known.tensors]
+
+
+def _places_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    return [
+        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in tensors
+    ]
+
+
+def _settings_of(
+    block: Any, modules: list[nn.Module], x_TD: Tensor
+) -> tuple[Any, ...]:
     """What else a block's call depends on."""
-    router = vars(block._modules["router"])
-    settings = (router["chooser"], router["num_active"])
-    return (*settings, x_TD.dtype, x_TD.device.type, x_TD.shape[1:])
+    parts = block._modules
+    router = vars(parts["router"])
+    experts = vars(parts["experts"])
+    return (
+        router["chooser"],
+        router["num_active"],
+        *(experts.get(name) for name in ("neurons", "has_gate", "has_bias")),
+        *map(type, modules),
+        x_TD.dtype,
+        x_TD.device.type,
+        x_TD.shape[1:],
+    )
 
 
-def _still_holds(known: _Known, block: Any, x_TD: Tensor) -> bool:
+def _still_holds(
+    known: _Known, held: list[Tensor], block: Any, x_TD: Tensor
+) -> bool:
     """Whether a block is as it was, and this input for the kernel too."""
-    if any(parts.get(name) is not part for parts, name, part in known.kept):
+    for parts, before in known.kept:
+        if len(parts) != len(before):
+            return False
+        for name, part in parts.items():
+            if before.get(name) is not part:
+                return False
+    if _settings_of(block, known.modules, x_TD) != known.settings:
         return False
-    if _settings_of(block, x_TD) != known.settings:
-        return False
-    if [tensor.data_ptr() for tensor in known.tensors] != known.pointers:
-        return False
-    if are_hooked(known.modules) or not is_plain_inference(x_TD):
+    if _places_of(held) != known.places or are_hooked(known.modules[1:]):
         return False
     experts = block._modules["experts"]
     if _learns(experts) or _is_offloaded(experts):
@@ -280,6 +319,8 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         return False
     if router.chooser != "topk" or are_hooked(_parts_of(block)):
         return False
+    if router.num_active > router.score_proj.weight.shape[0]:
+        return False  # torch says what is wrong
     parameters: list[Tensor] = [router.score_proj.weight]
     for linear in _shared_linears(block):
         has_bias = getattr(linear, "bias", None) is not None

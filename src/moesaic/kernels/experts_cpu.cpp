@@ -466,7 +466,7 @@ bool scored_by_tiles(const T* x_TD, const T* router_RD, float* scores_TR, int64_
                      int64_t end, int64_t R, int64_t D) {
 #if defined(HAS_TILES)
   if constexpr (std::is_same<T, bf16>::value)
-    if (tiles_are_there() && D % DEEP == 0 && end - begin >= TILE) {
+    if (tiles_are_there() && D % (2 * LANES) == 0 && end - begin >= TILE) {
       const TileRegisters registers;
       score_tiles(x_TD, router_RD, scores_TR, begin, end, R, D);
       return true;
@@ -476,16 +476,16 @@ bool scored_by_tiles(const T* x_TD, const T* router_RD, float* scores_TR, int64_
 }
 
 // How many others come before each expert, of those with larger values and of equal ones
-// the first. R is filled up to whole vectors by the caller.
+// the first. Both have room for whole vectors.
 void rank(const float* value_R, int64_t R, int32_t* rank_R) {
-  Ints number;
-  for (int i = 0; i < LANES; i++) number[i] = i;
+  Ints lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
   for (int64_t e = 0; e < R; e += LANES) {
     const Floats value = load(value_R + e);
     Ints before = {};
     for (int64_t other = 0; other < R; other++) {
       const Floats of_other = all(value_R[other]);
-      const Ints is_first = number > Ints{} + int32_t(other - e);
+      const Ints is_first = lane > Ints{} + int32_t(other - e);
       before -= (of_other > value) | ((of_other == value) & is_first);
     }
     std::memcpy(rank_R + e, &before, sizeof before);

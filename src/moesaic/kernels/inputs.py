@@ -5,6 +5,7 @@ Shape suffixes: T tokens, D hidden_size, M neurons.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ from moesaic.kernels import gpu
 
 # By what transformers calls the module; the numbers are those of vectors.h.
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
+
+_LAYING_OUT = threading.Lock()  # another thread may read what lies there now
 
 
 def is_plain_inference(x_TD: Tensor) -> bool:
@@ -80,9 +83,13 @@ def rows_side_by_side(matrix: Any) -> Tensor:
     The column of an input then lies side by side. In place: nothing is held twice.
     """
     turned: Tensor = matrix.data.mT
-    if not turned.is_contiguous():
-        # Else it could never be trained again.
-        with torch.inference_mode(False):
-            turned = matrix.data.mT.contiguous()
-            matrix.data = turned.mT
+    if turned.is_contiguous():
+        return turned
+    with _LAYING_OUT:
+        turned = matrix.data.mT
+        if not turned.is_contiguous():
+            # Else it could never be trained again.
+            with torch.inference_mode(False):
+                turned = matrix.data.mT.contiguous()
+                matrix.data = turned.mT
     return turned

@@ -165,7 +165,7 @@ struct Share {
   Expert<T> expert;
   int64_t from, to;
   const Pair* pairs;
-  int64_t tokens;
+  int64_t tokens;  // pairs: a token may be there twice
 };
 
 // Some tokens of one expert, side by side.

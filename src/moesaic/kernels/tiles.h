@@ -6,7 +6,8 @@
 //
 // To pick the tokens of an expert and to add to their y takes longer than the products of
 // a small expert. Where most tokens run such experts, all tokens do, with zero as gate of
-// those that should not: their columns are packed once, and sums stay in registers.
+// those that should not: their columns are packed once, and sums stay in registers. Of an
+// expert whose W_down is no number these tokens then get no number either.
 //
 // Suffixes: U units (pairs of bfloat16), L lanes (tokens side by side), T tokens.
 
@@ -14,7 +15,8 @@
 
 #include "panels.h"
 
-#if !defined(__AMX_BF16__) || !defined(__AMX_TILE__) || !defined(__linux__)
+#if !defined(__AMX_BF16__) || !defined(__AMX_TILE__) || !defined(__AVX512BF16__) || \
+    !defined(__linux__)
 
 namespace {
 struct TileRegisters {};
@@ -49,11 +51,13 @@ inline bool tiles_are_there() {
 struct TileRegisters {
   TileRegisters() {
     if (!tiles_are_there()) return;
-    struct alignas(64) {
+    struct alignas(64) Shapes {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shapes;
+    };
+    // Not on the stack: GCC 12 believes that eight bytes of it are read.
+    static const Shapes shapes;
     _tile_loadconfig(&shapes);
   }
   ~TileRegisters() {
@@ -318,6 +322,7 @@ struct TiledExperts {
   // their columns, and a sum for each and every output; tiles are filled up with zeros.
   // In cycles, as measured, for two tiles of tokens.
   bool pays_for_all(const Share<bf16>& share) const {
+    if (share.tokens >= all_tokens) return true;
     const double rows = D / DEEP * 120 + 740;  // 16 neurons and their gates
     const double columns = D / DEEP * 150;
     const double neurons = double(share.to - share.from);
@@ -340,7 +345,7 @@ struct TiledExperts {
       const bool for_all = pays_for_all(share);
       for (int64_t t = 0; t < share.tokens; t++) {
         const Pair& pair = share.pairs[t];
-        gate_T[for_all ? pair.token - first_token : t] = pair.gate;
+        gate_T[for_all ? pair.token - first_token : t] += pair.gate;  // it may be there twice
       }
       if (!for_all) groups.push_back(Group{{}, share.pairs, share.tokens, 0});
       Group& group = for_all ? groups[0] : groups.back();
@@ -434,15 +439,17 @@ struct TiledExperts {
   // h of one or two tiles' tokens, to their lines.
   void write_h(const Group& group, int64_t m, const float* made, int tiles, int64_t first,
                int32_t* to) const {
-    const auto gate_at = [&](int64_t neuron, int lane) {
-      const int64_t last = group.count() - 1;
-      return load(group.neurons[std::min(neuron, last)].gate_T + first + lane);
+    // h times the gate; zero where that is zero, whatever h is for a token of others.
+    const auto gated_by = [&](int64_t neuron, int lane, Floats made_h) {
+      if (neuron >= group.count()) return Floats{};
+      const Floats gate = load(group.neurons[neuron].gate_T + first + lane);
+      return gate != Floats{} ? made_h * gate : Floats{};
     };
     if (gated) {
       const auto h_of = [&](int i, int lane) {
         const Floats up = load(made + i * LINE + lane);
         const Floats of_gate = load(made + (TILE + i) * LINE + lane);
-        return activated(of_gate, activation) * up * gate_at(m + i, lane);
+        return gated_by(m + i, lane, activated(of_gate, activation) * up);
       };
       write_units(h_of, tiles, to, group.width());
     } else {
@@ -450,7 +457,7 @@ struct TiledExperts {
         const auto h_of = [&](int i, int lane) {
           const int neuron = half * TILE + i;
           const Floats up = load(made + neuron * LINE + lane);
-          return activated(up, activation) * gate_at(m + neuron, lane);
+          return gated_by(m + neuron, lane, activated(up, activation));
         };
         write_units(h_of, tiles, to + half * TILE / 2, group.width());
       }
@@ -461,7 +468,7 @@ struct TiledExperts {
   template <typename F>
   static void write_units(F h_of, int tiles, int32_t* to, int64_t width) {
     constexpr int HALF = TILE / 2;
-    alignas(64) int32_t units_UL[TILE * TILE], lines[TILE * TILE];
+    alignas(64) int32_t units_UL[TILE * TILE], lines[TILE * TILE];  // half with one tile
     for (int t = 0; t < tiles; t++)
       for (int u = 0; u < HALF; u++) {
         const Ints units = Unit<bf16>::make(h_of(2 * u, t * TILE), h_of(2 * u + 1, t * TILE));

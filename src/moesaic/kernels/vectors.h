@@ -107,11 +107,12 @@ inline void put(bf16* to, float value) {
   to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// e^x for an x of at most 88: 2^n e^r with r = x - n ln 2, and a polynomial for e^r. Exact
-// to 2e-7 of its value.
+// e^x for an x between -87 and 88, and beyond them about what it is there: 2^n e^r with
+// r = x - n ln 2, and a polynomial for e^r. Exact to 2e-7 of its value.
 inline Floats exponential(Floats x) {
 #if defined(__AVX512F__)
   // The second one is taken where x is not a number.
+  x = (Floats)_mm512_max_ps((__m512)all(-87.3f), (__m512)x);
   x = (Floats)_mm512_min_ps((__m512)all(88.3f), (__m512)x);
   const Floats n = (Floats)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
 #else
