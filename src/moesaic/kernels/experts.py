@@ -108,7 +108,8 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     None for a block that has other parts than those: it then runs them one by one.
     Costs 6 (S + K M) D + 2 R D FLOPs a token.
     """
-    if not is_plain_inference(x_TD):
+    # On a GPU too a graph of torch.compile holds no memory of what was looked at.
+    if x_TD.device.type != "cpu" or not is_plain_inference(x_TD):
         return None
     known = _KNOWN.get(block)
     held = _held(known)  # so that no other thread frees what is read here
@@ -133,9 +134,8 @@ class _Known(NamedTuple):
     """
 
     call: _Call
-    kept: list[
-        tuple[dict[str, Any], dict[str, Any]]
-    ]  # a module's parts, and as they were
+    # Of every module its parts, and as they were.
+    kept: list[tuple[dict[str, Any], dict[str, Any]]]
     modules: list[nn.Module]
     tensors: list[Tensor]
     places: list[tuple[Any, ...]]  # of the tensors in memory
