@@ -56,16 +56,19 @@ SHAPES = [
 ]
 
 
+LINEAR = RouterConfig("linear", "topk")
+
+
 def block_of(
     shape: tuple[int, int, int, int, int],
     dtype: torch.dtype = torch.float32,
     activation: str = "silu",
     gated: bool = True,
+    router: RouterConfig = LINEAR,
 ) -> Any:
     """A block for inference whose router has gates and a bias, as after training."""
     torch.manual_seed(0)
     shared, neurons, routed, active, hidden = shape
-    router = RouterConfig("linear", "topk")
     width = shared + neurons * routed
     config = BlockConfig("experts", hidden, gated, False, activation, False, router, width)
     block = MoesaicBlock(config, Sizes(shared, neurons, routed, active))
@@ -138,6 +141,49 @@ def test_many_tokens_side_by_side(hidden: int, count: int, dtype: torch.dtype, g
     error_T = (found.float() - expected).norm(dim=1)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert (error_T < bound * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("absolute", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3, 9, 130])
+def test_experts_chosen_by_copies_of_neurons(
+    count: int, dtype: torch.dtype, gated: bool, absolute: bool, biased: bool
+) -> None:
+    """With a bias by probability, without one by score, as the slow way does."""
+    router = RouterConfig("neuron-copies", "topk", absolute=absolute)
+    block = block_of((13, 12, 37, 4, 64), dtype, gated=gated, router=router)
+    block.router.selection_bias.mul_(5 if biased else 0)
+    x = torch.randn(count, 64).to(dtype)
+    found = block_forward(block, x)
+    assert found is not None
+    exact = copy.deepcopy(block).float()
+    exact.experts.config._experts_implementation = "eager"
+    error_T = (found.float() - exact(x.float())).norm(dim=1)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (error_T < bound * exact(x.float()).norm(dim=1)).all()
+
+
+def test_copies_of_neurons_with_other_parts_run_as_before() -> None:
+    kind = RouterConfig("neuron-copies", "topk")
+    x = torch.randn(5, 40)
+    block = block_of((13, 12, 9, 4, 40), router=kind)
+    assert block_forward(block, x) is not None
+    block.router.absolute = True  # seen, though the block is known
+    by_size = block_forward(block, x)
+    assert by_size is not None
+    kind_by_size = RouterConfig("neuron-copies", "topk", absolute=True)
+    fresh = block_of((13, 12, 9, 4, 40), router=kind_by_size)
+    assert torch.equal(by_size, block_forward(fresh, x))
+    block.router.act_fn = torch.nn.ReLU()
+    assert block_forward(block, x) is None
+    block = block_of((13, 12, 9, 4, 40), router=kind)
+    block.router.up_proj = torch.nn.Linear(40, 9)  # with a bias
+    assert block_forward(block, x) is None
+    block = block_of((13, 12, 9, 4, 40), router=kind)
+    block.router.gate_proj = None
+    assert block_forward(block, x) is None
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -229,6 +275,22 @@ def test_any_number_of_threads_gives_the_same(threads: int) -> None:
         finally:
             torch.set_num_threads(before)
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_may_lie_anywhere(dtype: torch.dtype) -> None:
+    """As those of a file, which begin at any number of bytes; where it matters they move once."""
+    block = block_of((13, 12, 9, 4, 64), dtype)
+    x = torch.randn(40, 64).to(dtype)
+    expected = block_forward(block, x)
+    for parameter in block.parameters():
+        room = torch.empty(parameter.numel() + 4, dtype=parameter.dtype)
+        parameter.data = room[4:].view_as(parameter).copy_(parameter)
+    found = block_forward(block, x)
+    assert torch.equal(found, expected)
+    places = [parameter.data_ptr() for parameter in block.parameters()]
+    assert torch.equal(block_forward(block, x), expected)
+    assert places == [parameter.data_ptr() for parameter in block.parameters()]
 
 
 def test_no_token_and_what_is_no_number() -> None:

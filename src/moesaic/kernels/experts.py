@@ -30,6 +30,7 @@ from moesaic.kernels.inputs import (
     are_hooked,
     can_be_read,
     is_plain_inference,
+    on_lines,
     rows_side_by_side,
 )
 from moesaic.kernels.linears import linear_forward
@@ -53,6 +54,7 @@ _POINTERS = (
     "index_TK",
     "gate_TK",
     "router_RD",
+    "router_gate_RD",
     "bias_R",
     "scale_R",
     "shared_gate_SD",
@@ -60,7 +62,7 @@ _POINTERS = (
     "shared_down_SD",
 )
 _SIZES = ("tokens", "K", "R", "M", "used", "D", "S")
-_SWITCHES = ("gated", "activation", "threads")
+_SWITCHES = ("gated", "activation", "threads", "copies", "absolute")
 
 
 class _Call(ctypes.Structure):
@@ -149,18 +151,19 @@ def _look_at(block: Any, x_TD: Tensor) -> _Known:
     """A block for which `_is_plain` holds. W_down is laid out anew here."""
     router = block.router
     given = {
-        "router_RD": router.score_proj.weight,
         "bias_R": router.selection_bias,
         "scale_R": router.expert_scale,
+        **_router_matrices(router),
     }
     shared = block.shared_expert
     if shared is not None:
         down_DS = shared.down_proj.weight
-        given["shared_up_SD"] = shared.up_proj.weight
+        given["shared_up_SD"] = _laid_out(shared.up_proj.weight)
         given["shared_down_SD"] = rows_side_by_side(down_DS)
         if shared.gate_proj is not None:
-            given["shared_gate_SD"] = shared.gate_proj.weight
+            given["shared_gate_SD"] = _laid_out(shared.gate_proj.weight)
     rows_side_by_side(block.experts.down_proj)
+    _laid_out(_first_matrix(block.experts))
     modules = [block, *_parts_of(block)]
     kept = []
     tensors: list[Tensor] = []
@@ -172,6 +175,8 @@ def _look_at(block: Any, x_TD: Tensor) -> _Known:
             ]
     places = _places_of([tensor.data for tensor in tensors])
     call = _call_of(block.experts, router.num_active, given)
+    call.copies = "score_proj" not in router._modules
+    call.absolute = getattr(router, "absolute", False)
     settings = _settings_of(block, modules, x_TD)
     return _Known(call, kept, modules, tensors, places, settings)
 
@@ -200,6 +205,7 @@ def _settings_of(
     return (
         router["chooser"],
         router["num_active"],
+        router.get("absolute"),
         *(experts.get(name) for name in ("neurons", "has_gate", "has_bias")),
         *map(type, modules),
         x_TD.dtype,
@@ -302,29 +308,22 @@ def _is_usual(experts: Any, x_TD: Tensor) -> bool:
 
 
 def _is_plain(block: Any, x_TD: Tensor) -> bool:
-    """Whether a block has a linear router, the K best experts, and nothing besides."""
+    """Whether a block has a router that the kernel knows, the K best, and nothing besides."""
     # Whoever imports moesaic.modeling first imports this module on the way.
-    from moesaic.modeling import (
-        MoesaicBlock,
-        MoesaicLinearRouter,
-        MoesaicProjection,
-    )
+    from moesaic.modeling import MoesaicBlock
 
     router = block.router
     if type(block) is not MoesaicBlock:  # others add to what it does
         return False
-    if type(router) is not MoesaicLinearRouter:
-        return False
-    if type(router.score_proj) is not MoesaicProjection:  # PEFT's wrapper
+    if not _is_known_router(router, block.experts):
         return False
     if router.chooser != "topk" or are_hooked(_parts_of(block)):
         return False
-    if router.num_active > router.score_proj.weight.shape[0]:
+    parameters = list(_router_matrices(router).values())
+    if any(router.num_active > len(matrix_RD) for matrix_RD in parameters):
         return False  # torch says what is wrong
-    parameters: list[Tensor] = [router.score_proj.weight]
     for linear in _shared_linears(block):
-        has_bias = getattr(linear, "bias", None) is not None
-        if type(linear) is not nn.Linear or has_bias:
+        if not _is_linear(linear):
             return False
         parameters.append(linear.weight)
     for vector_R in (router.expert_scale, router.selection_bias):
@@ -337,6 +336,41 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
     if not all(parameter.is_contiguous() for parameter in upper):
         return False
     return can_be_read(parameters, x_TD) and fits(block.experts, x_TD)
+
+
+def _is_known_router(router: Any, experts: Any) -> bool:
+    """A matrix, or copies of neurons of these experts; PEFT's wrappers are neither."""
+    from moesaic.modeling import (
+        MoesaicLinearRouter,
+        MoesaicNeuronCopyRouter,
+        MoesaicProjection,
+    )
+
+    if type(router) is MoesaicLinearRouter:
+        return type(router.score_proj) is MoesaicProjection
+    if type(router) is not MoesaicNeuronCopyRouter:
+        return False
+    if (router.gate_proj is not None) != experts.has_gate:
+        return False
+    if type(router.act_fn) is not type(experts.act_fn):
+        return False
+    linears = [router.gate_proj, router.up_proj]
+    return all(_is_linear(linear) for linear in linears if linear is not None)
+
+
+def _is_linear(module: Any) -> bool:
+    has_bias = getattr(module, "bias", None) is not None
+    return type(module) is nn.Linear and not has_bias
+
+
+def _router_matrices(router: Any) -> dict[str, Tensor]:
+    """By the names of the call's fields."""
+    if "score_proj" in router._modules:
+        return {"router_RD": router.score_proj.weight}
+    matrices = {"router_RD": router.up_proj.weight}
+    if router.gate_proj is not None:
+        matrices["router_gate_RD"] = router.gate_proj.weight
+    return matrices
 
 
 def _shared_linears(block: Any) -> list[Any]:
@@ -372,7 +406,7 @@ def _parts_of(block: Any) -> list[Any]:
 
 def _call_of(experts: Any, num_active: int, given: dict[str, Tensor]) -> _Call:
     """The struct for these experts, but for their input; `given` are fields of it."""
-    first_RND = _first_matrix(experts)
+    first_RND = _laid_out(_first_matrix(experts))
     down_RMD = rows_side_by_side(experts.down_proj)
     count, neurons, hidden = down_RMD.shape
     given |= {"first_RND": first_RND, "down_RMD": down_RMD}
@@ -390,6 +424,16 @@ def _call_of(experts: Any, num_active: int, given: dict[str, Tensor]) -> _Call:
     if "shared_up_SD" in given:
         call.S = len(given["shared_up_SD"])
     return call
+
+
+def _laid_out(matrix: Any) -> Tensor:
+    """A matrix of rows that are read as tiles: one that lies across lines takes a tenth more."""
+    compiled = library()
+    assert compiled is not None  # or it would not fit
+    if matrix.dtype == torch.bfloat16 and compiled.moesaic_has_tiles():
+        return on_lines(matrix)
+    found: Tensor = matrix
+    return found
 
 
 def _run(call: _Call, hidden_states: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ constexpr int MOST_ROWS = 2 * PANEL_GROUP;
 constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
 constexpr int64_t TILED_TOKENS = 512;  // that a thread takes at once by tiles
-constexpr int64_t SPLIT_TOKENS = 64;  // of each thread, from where threads share tokens out
+constexpr int64_t SPLIT_TOKENS = 256;  // of each thread, from where threads share tokens out
 
 // --- experts ---------------------------------------------------------------------------
 
@@ -501,14 +501,73 @@ struct Choice {
   Choice(int64_t R) : value_R(R + LANES), rank_R(R + LANES), ranked(R) {}
 };
 
-// The K experts of largest score + bias, the first of equal ones, and their gates
-// 1 + softmax(scores) * scale.
+// Scores by a matrix, or by one neuron of each expert: act(gate x) * (up x), or act(up x)
+// without a gate, of which the size alone counts where `absolute`.
+template <typename T>
+struct Router {
+  const T* up_RD;    // or the matrix
+  const T* gate_RD;  // null where there is none
+  const float* bias_R;
+  const float* scale_R;
+  int64_t R, D;
+  bool copies;  // of neurons
+  bool absolute;
+  int activation;
+
+  static bool any(const float* vector, int64_t count) {
+    return std::any_of(vector, vector + count, [](float value) { return value != 0; });
+  }
+
+  // Scores of experts [from, to) for tokens [begin, end); `gate_TR` is for this alone.
+  void score_all(const T* x_TD, float* scores_TR, float* gate_TR, int64_t begin, int64_t end,
+                 int64_t from, int64_t to) const {
+    products(up_RD, x_TD, scores_TR, begin, end, from, to);
+    if (!copies) return;
+    if (gate_RD) products(gate_RD, x_TD, gate_TR, begin, end, from, to);
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t e = from; e < to; e += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, to - e);
+        float* score = scores_TR + t * R + e;
+        float* gate = gate_TR + t * R + e;
+        const Floats up = load_some(score, count);
+        Floats made = gate_RD ? activated(load_some(gate, count), activation) * up
+                              : activated(up, activation);
+        if (absolute) made = made < Floats{} ? Floats{} - made : made;
+        std::memcpy(score, &made, count * sizeof(float));
+      }
+  }
+
+ private:
+  static Floats load_some(const float* from, int64_t count) {
+    Floats some = {};
+    std::memcpy(&some, from, count * sizeof(float));
+    return some;
+  }
+
+  void products(const T* matrix_RD, const T* x_TD, float* to_TR, int64_t begin, int64_t end,
+                int64_t from, int64_t to) const {
+    const bool all_experts = from == 0 && to == R;
+    if (all_experts && scored_by_tiles(x_TD, matrix_RD, to_TR, begin, end, R, D)) return;
+    score(x_TD, matrix_RD, to_TR, begin, end, from, to, R, D);
+  }
+};
+
+// Chooses the K experts of largest score + bias, the first of equal ones, and their gates
+// 1 + softmax(scores) * scale. Where `by_probability` the softmax stands for the score.
 void choose(const float* scores_R, const float* bias_R, const float* scale_R, bool scaled,
-            int64_t R, int64_t K, Choice& choice, int64_t* index_K, float* gate_K) {
+            bool by_probability, int64_t R, int64_t K, Choice& choice, int64_t* index_K,
+            float* gate_K) {
   constexpr int64_t MOST_RANKED = 256;  // from where sorting is faster
   float* value_R = choice.value_R.data();
+  float most = 0, sum = 1;
+  if (scaled || by_probability) {
+    most = *std::max_element(scores_R, scores_R + R);
+    sum = 0;
+    for (int64_t e = 0; e < R; e++) sum += std::exp(scores_R[e] - most);
+  }
+  const auto probability = [&](int64_t e) { return std::exp(scores_R[e] - most) / sum; };
   for (int64_t e = 0; e < R; e++) {
-    const float value = scores_R[e] + bias_R[e];
+    const float value = (by_probability ? probability(e) : scores_R[e]) + bias_R[e];
     // What is no number is not in any order, and comes last.
     value_R[e] = value == value ? value : -INFINITY;
   }
@@ -523,42 +582,37 @@ void choose(const float* scores_R, const float* bias_R, const float* scale_R, bo
     if (K < R) std::nth_element(ranked.begin(), ranked.begin() + K, ranked.end());
     for (int64_t k = 0; k < K; k++) index_K[k] = ranked[k].second;
   }
-  float most = 0, sum = 1;
-  if (scaled) {
-    most = *std::max_element(scores_R, scores_R + R);
-    sum = 0;
-    for (int64_t e = 0; e < R; e++) sum += std::exp(scores_R[e] - most);
-  }
   for (int64_t k = 0; k < K; k++) {
     const int64_t e = index_K[k];
-    gate_K[k] = scaled ? 1 + std::exp(scores_R[e] - most) / sum * scale_R[e] : 1.0f;
+    gate_K[k] = scaled ? 1 + probability(e) * scale_R[e] : 1.0f;
   }
 }
 
 template <typename T>
-void route(const T* x_TD, const T* router_RD, const float* bias_R, const float* scale_R,
-           int64_t* index_TK, float* gate_TK, int64_t tokens, int64_t K, int64_t R,
-           int64_t D, int threads) {
-  bool scaled = false;
-  for (int64_t e = 0; e < R; e++) scaled = scaled || scale_R[e] != 0;
+void route(const Router<T>& router, const T* x_TD, int64_t* index_TK, float* gate_TK,
+           int64_t tokens, int64_t K, int threads) {
+  const int64_t R = router.R;
+  const bool scaled = Router<T>::any(router.scale_R, R);
+  // A neuron's copy ranks by probability once a bias is trained.
+  const bool by_probability = router.copies && Router<T>::any(router.bias_R, R);
   static thread_local Lines<float> kept;
-  kept.resize(tokens * R);
+  kept.resize(2 * tokens * R);
   float* scores_TR = kept.data();
+  float* gate_TR = scores_TR + tokens * R;
 #pragma omp parallel num_threads(threads)
   {
     const Part rows(tokens);
     if (tokens >= 4 * omp_get_num_threads()) {
-      if (!scored_by_tiles(x_TD, router_RD, scores_TR, rows.begin, rows.end, R, D))
-        score(x_TD, router_RD, scores_TR, rows.begin, rows.end, 0, R, R, D);
+      router.score_all(x_TD, scores_TR, gate_TR, rows.begin, rows.end, 0, R);
     } else {
       const Part experts(R);
-      score(x_TD, router_RD, scores_TR, 0, tokens, experts.begin, experts.end, R, D);
+      router.score_all(x_TD, scores_TR, gate_TR, 0, tokens, experts.begin, experts.end);
     }
 #pragma omp barrier
     Choice choice(R);
     for (int64_t t = rows.begin; t < rows.end; t++)
-      choose(scores_TR + t * R, bias_R, scale_R, scaled, R, K, choice, index_TK + t * K,
-             gate_TK + t * K);
+      choose(scores_TR + t * R, router.bias_R, router.scale_R, scaled, by_probability, R, K,
+             choice, index_TK + t * K, gate_TK + t * K);
   }
 }
 
@@ -572,13 +626,14 @@ struct Call {
   const int64_t* index_TK;  // with gate_TK, where no router is given
   const float* gate_TK;
   const void* router_RD;
+  const void* router_gate_RD;
   const float* bias_R;
   const float* scale_R;
   const void* shared_gate_SD;
   const void* shared_up_SD;
   const void* shared_down_SD;
   int64_t tokens, K, R, M, used, D, S;
-  int32_t gated, activation, threads;
+  int32_t gated, activation, threads, copies, absolute;
 };
 
 template <typename T>
@@ -602,8 +657,17 @@ void run_call(const Call& call) {
   if (call.router_RD) {
     chosen.resize(call.tokens * call.K);
     gates.resize(call.tokens * call.K);
-    route((const T*)call.x_TD, (const T*)call.router_RD, call.bias_R, call.scale_R,
-          chosen.data(), gates.data(), call.tokens, call.K, call.R, call.D, call.threads);
+    const Router<T> router{(const T*)call.router_RD,
+                           (const T*)call.router_gate_RD,
+                           call.bias_R,
+                           call.scale_R,
+                           call.R,
+                           call.D,
+                           call.copies != 0,
+                           call.absolute != 0,
+                           call.activation};
+    route(router, (const T*)call.x_TD, chosen.data(), gates.data(), call.tokens, call.K,
+          call.threads);
     index_TK = chosen.data();
     gate_TK = gates.data();
   }
@@ -614,3 +678,4 @@ void run_call(const Call& call) {
 
 extern "C" void moesaic_experts_float32(const Call* call) { run_call<float>(*call); }
 extern "C" void moesaic_experts_bfloat16(const Call* call) { run_call<bf16>(*call); }
+extern "C" int32_t moesaic_has_tiles() { return tiles_are_there(); }

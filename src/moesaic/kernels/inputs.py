@@ -21,6 +21,8 @@ from moesaic.kernels import gpu
 # By what transformers calls the module; the numbers are those of vectors.h.
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
 
+LINE = 64  # bytes that a processor reads at once
+
 _LAYING_OUT = threading.Lock()  # another thread may read what lies there now
 
 
@@ -93,3 +95,17 @@ def rows_side_by_side(matrix: Any) -> Tensor:
                 turned = matrix.data.mT.contiguous()
                 matrix.data = turned.mT
     return turned
+
+
+def on_lines(matrix: Any) -> Tensor:
+    """The same, and its memory begins with a line of the cache.
+
+    Weights read from a file lie as they come there. In place: nothing is held twice.
+    """
+    if matrix.data_ptr() % LINE:
+        with _LAYING_OUT:
+            if matrix.data_ptr() % LINE:
+                with torch.inference_mode(False):
+                    matrix.data = matrix.data.clone()
+    found: Tensor = matrix
+    return found

@@ -38,6 +38,8 @@ constexpr int64_t X_NUMBERS = 3 << 18;     // of tokens that share weights in a 
 constexpr int64_t Y_NUMBERS = 1 << 18;     // of y that stay in the second cache
 constexpr int64_t MOST_UNITS = 256;        // pairs of rows of W_down that are woven at once
 constexpr int64_t MOST_OUTPUTS = 1024;     // numbers of such rows
+constexpr int64_t FEW_TILED = 32;          // tokens for which whole rows are woven
+constexpr int64_t WOVEN = 1 << 17;         // units that are woven then
 
 // Whether Linux lets this process use the registers of tiles, which it has to be asked for.
 inline bool tiles_are_there() {
@@ -284,6 +286,7 @@ struct TiledExperts {
   bool gated;
   int activation;
   int64_t first_token, all_tokens;
+  int64_t most_units;  // pairs of rows of W_down that are woven at once
 
   // What a thread keeps.
   Lines<int32_t> x_UL;   // tile after tile, a line for every unit
@@ -305,11 +308,14 @@ struct TiledExperts {
     all_tokens = end - begin;
     const std::vector<Group> groups = grouped(shares);
     for (const Group& group : groups) make_all_h(group);
+    // Few tokens wait for weights, which come fastest as whole rows.
+    const bool are_few = all_tokens <= FEW_TILED;
     const int64_t fitting = std::max<int64_t>(2 * DEEP, Y_NUMBERS / all_tokens / DEEP * DEEP);
-    const int64_t outputs = std::min(MOST_OUTPUTS, fitting);
+    const int64_t outputs = are_few ? D : std::min(MOST_OUTPUTS, fitting);
+    most_units = are_few ? std::max<int64_t>(TILE, WOVEN / D / TILE * TILE) : MOST_UNITS;
     for (int64_t i = 0; i < D; i += outputs)
       for (const Group& group : groups)
-        for (int64_t m = 0; m < group.count(); m += 2 * MOST_UNITS)
+        for (int64_t m = 0; m < group.count(); m += 2 * most_units)
           add_outputs(group, m, i, std::min(i + outputs, D));
   }
 
@@ -483,7 +489,7 @@ struct TiledExperts {
 
   // y of outputs [i, end) += what neurons from `m` on give, as many as are woven at once.
   void add_outputs(const Group& group, int64_t m, int64_t i, int64_t end) {
-    const int64_t units = std::min(MOST_UNITS, group.width() - m / 2);
+    const int64_t units = std::min(most_units, group.width() - m / 2);
     weave(group, m, units, i, end);
     const int32_t* h = h_TU.data() + group.h_start + m / 2;
     for (int64_t t = 0; t < group.tokens; t += 2 * TILE) {
