@@ -28,7 +28,8 @@ constexpr int MOST_ROWS = 2 * PANEL_GROUP;
 constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
 constexpr int64_t TILED_TOKENS = 512;  // that a thread takes at once by tiles
-constexpr int64_t SPLIT_TOKENS = 256;  // of each thread, from where threads share tokens out
+constexpr int64_t SPLIT_TOKENS = 64;  // of each thread, from where threads share tokens out
+constexpr int64_t SPLIT_TILED = 256;  // the same where tiles multiply: weights are read once
 
 // --- experts ---------------------------------------------------------------------------
 
@@ -422,8 +423,8 @@ void by_neurons(const Experts<T>& experts, const int64_t* index_TK, const float*
 template <typename T>
 void run_experts(const Experts<T>& experts, const int64_t* index_TK, const float* gate_TK,
                  T* out_TD, int64_t tokens, int64_t K, int threads) {
-  const bool many =
-      tokens >= SPLIT_TOKENS * threads || tokens * experts.D * threads > MOST_SUMS;
+  const int64_t split = experts.has_tiles() ? SPLIT_TILED : SPLIT_TOKENS;
+  const bool many = tokens >= split * threads || tokens * experts.D * threads > MOST_SUMS;
   static thread_local Lines<float> y;
   const size_t needed = tokens * experts.D * (many ? 1 : threads);
   if (y.size() < needed) y.resize(needed);
