@@ -289,6 +289,11 @@ def test_weights_may_lie_anywhere(dtype: torch.dtype) -> None:
     found = block_forward(block, x)
     assert torch.equal(found, expected)
     places = [parameter.data_ptr() for parameter in block.parameters()]
+    kernels = build.library()
+    assert kernels is not None
+    moves = dtype == torch.bfloat16 and kernels.moesaic_has_tiles()
+    is_on_line = block.experts.first_matrix.data_ptr() % 64 == 0
+    assert is_on_line == bool(moves)
     assert torch.equal(block_forward(block, x), expected)
     assert places == [parameter.data_ptr() for parameter in block.parameters()]
 

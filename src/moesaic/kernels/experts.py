@@ -108,7 +108,8 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     """Shared expert, router and routed experts of a MoesaicBlock in one call, (T, D).
 
     None for a block that has other parts than those: it then runs them one by one.
-    Costs 6 (S + K M) D + 2 R D FLOPs a token.
+    Costs 6 (S + K M) D + 2 R D FLOPs a token, 4 R D by copies of neurons, whose scores
+    stay in float32 here: near ties may choose otherwise than torch in bfloat16.
     """
     # On a GPU too a graph of torch.compile holds no memory of what was looked at.
     if x_TD.device.type != "cpu" or not is_plain_inference(x_TD):
