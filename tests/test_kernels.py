@@ -45,6 +45,8 @@ ACTIVATIONS = {
     "relu": relu,
     "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
 }
+# Of a token's outputs, against float32: h and the sums are rounded once, by 1/512 at most.
+BFLOAT16 = 4e-3
 # Shared neurons, of an expert, experts, that run, hidden size: few and many, odd ones,
 # ones that are no whole vectors, and more neurons than are made at once.
 SHAPES = [
@@ -139,7 +141,7 @@ def test_many_tokens_side_by_side(hidden: int, count: int, dtype: torch.dtype, g
     block.experts.config._experts_implementation = "eager"
     expected = copy.deepcopy(block).float()(x.float())
     error_T = (found.float() - expected).norm(dim=1)
-    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    bound = 1e-5 if dtype == torch.float32 else BFLOAT16
     assert (error_T < bound * expected.norm(dim=1)).all()
 
 
@@ -161,7 +163,7 @@ def test_experts_chosen_by_copies_of_neurons(
     exact = copy.deepcopy(block).float()
     exact.experts.config._experts_implementation = "eager"
     error_T = (found.float() - exact(x.float())).norm(dim=1)
-    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    bound = 1e-5 if dtype == torch.float32 else BFLOAT16
     assert (error_T < bound * exact(x.float()).norm(dim=1)).all()
 
 
@@ -213,7 +215,7 @@ def test_small_experts_of_many_tokens(
     experts.config._experts_implementation = "eager"
     expected = experts(x.float(), index, gate.float())
     error_T = (routed.float() - expected).norm(dim=1)
-    assert (error_T < 2e-2 * expected.norm(dim=1) + 1e-6).all()
+    assert (error_T < BFLOAT16 * expected.norm(dim=1) + 1e-6).all()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_activations_gates_and_formats(
     block.experts.config._experts_implementation = "eager"
     expected = copy.deepcopy(block).float()(x.float())
     size = expected.norm()
-    assert (found.float() - expected).norm() < size * (1e-5 if dtype == torch.float32 else 1e-2)
+    assert (found.float() - expected).norm() < size * (1e-5 if dtype == torch.float32 else BFLOAT16)
     assert not torch.allclose(found.float(), torch.zeros_like(expected))
 
 
