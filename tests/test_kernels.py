@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 import moesaic
 from moesaic.kernels import build
-from moesaic.kernels.experts import block_forward, experts_forward, fits
+from moesaic.kernels.blocks import block_forward
+from moesaic.kernels.experts import experts_forward
+from moesaic.kernels.experts_fit import fits
 from moesaic.modeling import BlockConfig, MoesaicBlock, RouterConfig, Sizes
 from moesaic.parts.products import widened_products
 from tests import reference

@@ -1,0 +1,244 @@
+"""Whole blocks of moesaic's architecture in one call: router, shared and routed experts.
+
+Whether a block is fit for that takes longer to see than a small block to run, and it runs
+for every token: what was seen is kept, and compared with what is there now.
+
+Shape suffixes: T tokens, D hidden_size, R experts, S neurons of the shared expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.kernels.experts_call import (
+    Call,
+    call_of,
+    first_matrix,
+    laid_out,
+    run,
+)
+from moesaic.kernels.experts_fit import (
+    fits,
+    is_grouped_faster,
+    is_offloaded,
+    learns,
+)
+from moesaic.kernels.inputs import (
+    are_hooked,
+    can_be_read,
+    is_plain_inference,
+    rows_side_by_side,
+)
+
+
+def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
+    """Shared expert, router and routed experts of a MoesaicBlock in one call, (T, D).
+
+    None for a block that has other parts than those: it then runs them one by one.
+    Costs 6 (S + K M) D + 2 R D FLOPs a token, 4 R D by copies of neurons, whose scores
+    stay in float32 here: near ties may choose otherwise than torch in bfloat16.
+    """
+    # On a GPU too a graph of torch.compile holds no memory of what was looked at.
+    if x_TD.device.type != "cpu" or not is_plain_inference(x_TD):
+        return None
+    known = _KNOWN.get(block)
+    held = _held(known)  # so that no other thread frees what is read here
+    if known is None or not _still_holds(known, held, block, x_TD):
+        _KNOWN.pop(block, None)
+        if not _is_plain(block, x_TD):
+            return None
+        known = _look_at(block, x_TD)
+        held = _held(known)
+        if _places_of(held) != known.places:
+            return None  # another thread has just put something else there
+        _KNOWN[block] = known
+    # Other threads may be in the call that is kept.
+    return run(Call.from_buffer_copy(known.call), x_TD)
+
+
+class _Known(NamedTuple):
+    """What to call a block with that was found fit, and how to see that it still is.
+
+    A block is called for every token: to look at all of it takes longer than to run a
+    small one.
+    """
+
+    call: Call
+    # Of every module its parts, and as they were.
+    kept: list[tuple[dict[str, Any], dict[str, Any]]]
+    modules: list[nn.Module]
+    tensors: list[Tensor]
+    places: list[tuple[Any, ...]]  # of the tensors in memory
+    settings: tuple[Any, ...]
+
+
+_KNOWN: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+
+
+def _look_at(block: Any, x_TD: Tensor) -> _Known:
+    """A block for which `_is_plain` holds. W_down is laid out anew here."""
+    router = block.router
+    given = {
+        "bias_R": router.selection_bias,
+        "scale_R": router.expert_scale,
+        **_router_matrices(router),
+    }
+    shared = block.shared_expert
+    if shared is not None:
+        down_DS = shared.down_proj.weight
+        given["shared_up_SD"] = laid_out(shared.up_proj.weight)
+        given["shared_down_SD"] = rows_side_by_side(down_DS)
+        if shared.gate_proj is not None:
+            given["shared_gate_SD"] = laid_out(shared.gate_proj.weight)
+    rows_side_by_side(block.experts.down_proj)
+    laid_out(first_matrix(block.experts))
+    modules = [block, *_parts_of(block)]
+    kept = []
+    tensors: list[Tensor] = []
+    for module in modules:
+        for parts in (module._modules, module._parameters, module._buffers):
+            kept.append((parts, dict(parts)))
+            tensors += [
+                part for part in parts.values() if isinstance(part, Tensor)
+            ]
+    places = _places_of([tensor.data for tensor in tensors])
+    call = call_of(block.experts, router.num_active, given)
+    call.copies = "score_proj" not in router._modules
+    call.absolute = getattr(router, "absolute", False)
+    settings = _settings_of(block, modules, x_TD)
+    return _Known(call, kept, modules, tensors, places, settings)
+
+
+def _held(known: _Known | None) -> list[Tensor]:
+    """Its tensors as they lie, which stay in memory as long as this list."""
+    if known is None:
+        return []
+    return [tensor.data for tensor in known.tensors]
+
+
+def _places_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    return [
+        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in tensors
+    ]
+
+
+def _settings_of(
+    block: Any, modules: list[nn.Module], x_TD: Tensor
+) -> tuple[Any, ...]:
+    """What else a block's call depends on."""
+    parts = block._modules
+    router = vars(parts["router"])
+    experts = vars(parts["experts"])
+    return (
+        router["chooser"],
+        router["num_active"],
+        router.get("absolute"),
+        *(experts.get(name) for name in ("neurons", "has_gate", "has_bias")),
+        *map(type, modules),
+        x_TD.dtype,
+        x_TD.device.type,
+        x_TD.shape[1:],
+    )
+
+
+def _still_holds(
+    known: _Known, held: list[Tensor], block: Any, x_TD: Tensor
+) -> bool:
+    """Whether a block is as it was, and this input for the kernel too."""
+    for parts, before in known.kept:
+        if len(parts) != len(before):
+            return False
+        for name, part in parts.items():
+            if before.get(name) is not part:
+                return False
+    if _settings_of(block, known.modules, x_TD) != known.settings:
+        return False
+    if _places_of(held) != known.places or are_hooked(known.modules[1:]):
+        return False
+    experts = block._modules["experts"]
+    if learns(experts) or is_offloaded(experts):
+        return False
+    return not is_grouped_faster(experts, x_TD)
+
+
+def _is_plain(block: Any, x_TD: Tensor) -> bool:
+    """Whether a block has a router that the kernel knows, the K best, and nothing besides."""
+    # Whoever imports moesaic.modeling first imports this module on the way.
+    from moesaic.modeling import MoesaicBlock
+
+    router = block.router
+    if type(block) is not MoesaicBlock:  # others add to what it does
+        return False
+    if not _is_known_router(router, block.experts):
+        return False
+    if router.chooser != "topk" or are_hooked(_parts_of(block)):
+        return False
+    parameters = list(_router_matrices(router).values())
+    if any(router.num_active > len(matrix_RD) for matrix_RD in parameters):
+        return False  # torch says what is wrong
+    for linear in _shared_linears(block):
+        if not _is_linear(linear):
+            return False
+        parameters.append(linear.weight)
+    for vector_R in (router.expert_scale, router.selection_bias):
+        # A cast of the whole model takes them along.
+        if vector_R.dtype != torch.float32 or vector_R.device.type != "cpu":
+            return False
+        if not vector_R.is_contiguous():
+            return False
+    upper = parameters if block.shared_expert is None else parameters[:-1]
+    if not all(parameter.is_contiguous() for parameter in upper):
+        return False
+    return can_be_read(parameters, x_TD) and fits(block.experts, x_TD)
+
+
+def _is_known_router(router: Any, experts: Any) -> bool:
+    """A matrix, or copies of neurons of these experts; PEFT's wrappers are neither."""
+    from moesaic.modeling import (
+        MoesaicLinearRouter,
+        MoesaicNeuronCopyRouter,
+        MoesaicProjection,
+    )
+
+    if type(router) is MoesaicLinearRouter:
+        return type(router.score_proj) is MoesaicProjection
+    if type(router) is not MoesaicNeuronCopyRouter:
+        return False
+    if (router.gate_proj is not None) != experts.has_gate:
+        return False
+    if type(router.act_fn) is not type(experts.act_fn):
+        return False
+    linears = [router.gate_proj, router.up_proj]
+    return all(_is_linear(linear) for linear in linears if linear is not None)
+
+
+def _is_linear(module: Any) -> bool:
+    has_bias = getattr(module, "bias", None) is not None
+    return type(module) is nn.Linear and not has_bias
+
+
+def _router_matrices(router: Any) -> dict[str, Tensor]:
+    """By the names of the call's fields."""
+    if "score_proj" in router._modules:
+        return {"router_RD": router.score_proj.weight}
+    matrices = {"router_RD": router.up_proj.weight}
+    if router.gate_proj is not None:
+        matrices["router_gate_RD"] = router.gate_proj.weight
+    return matrices
+
+
+def _shared_linears(block: Any) -> list[Any]:
+    shared = block.shared_expert
+    if shared is None:
+        return []
+    linears = [shared.gate_proj, shared.up_proj, shared.down_proj]
+    return [linear for linear in linears if linear is not None]
+
+
+def _parts_of(block: Any) -> list[Any]:
+    return [module for module in block.modules() if module is not block]

@@ -1,0 +1,99 @@
+"""What the compiled function of experts_cpu.cpp is given, and its call.
+
+Shape suffixes: T tokens, D hidden_size, R experts, K of them for a token, M neurons of
+one, N rows of an expert's first matrix, S neurons of the shared expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.build import library
+from moesaic.kernels.inputs import ACTIVATIONS, on_lines, rows_side_by_side
+
+FUNCTIONS = {
+    torch.float32: "moesaic_experts_float32",
+    torch.bfloat16: "moesaic_experts_bfloat16",
+}
+_POINTERS = (
+    "x_TD",
+    "out_TD",
+    "first_RND",
+    "down_RMD",
+    "index_TK",
+    "gate_TK",
+    "router_RD",
+    "router_gate_RD",
+    "bias_R",
+    "scale_R",
+    "shared_gate_SD",
+    "shared_up_SD",
+    "shared_down_SD",
+)
+_SIZES = ("tokens", "K", "R", "M", "used", "D", "S")
+_SWITCHES = ("gated", "activation", "threads", "copies", "absolute")
+
+
+class Call(ctypes.Structure):
+    """The struct of the same name in experts_cpu.cpp; what is not given is 0."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int32) for name in _SWITCHES),
+    ]
+
+
+def call_of(experts: Any, num_active: int, given: dict[str, Tensor]) -> Call:
+    """The struct for these experts, but for their input; `given` are fields of it."""
+    first_RND = laid_out(first_matrix(experts))
+    down_RMD = rows_side_by_side(experts.down_proj)
+    count, neurons, hidden = down_RMD.shape
+    given |= {"first_RND": first_RND, "down_RMD": down_RMD}
+    call = Call(
+        K=num_active,
+        R=count,
+        M=neurons,
+        used=min(getattr(experts, "neurons", neurons), neurons),
+        D=hidden,
+        gated=experts.has_gate,
+        activation=ACTIVATIONS[type(experts.act_fn).__name__],
+    )
+    for name, tensor in given.items():
+        setattr(call, name, tensor.data_ptr())
+    if "shared_up_SD" in given:
+        call.S = len(given["shared_up_SD"])
+    return call
+
+
+def laid_out(matrix: Any) -> Tensor:
+    """A matrix of rows that are read as tiles: one that lies across lines takes a tenth more."""
+    compiled = library()
+    assert compiled is not None  # or it would not fit
+    if matrix.dtype == torch.bfloat16 and compiled.moesaic_has_tiles():
+        return on_lines(matrix)
+    found: Tensor = matrix
+    return found
+
+
+def first_matrix(experts: Any) -> Any:
+    """Gate and up of every expert, or up alone."""
+    return experts.gate_up_proj if experts.has_gate else experts.up_proj
+
+
+def run(call: Call, hidden_states: Tensor) -> Tensor:
+    """Calls the compiled function, (T, D)."""
+    x_TD = hidden_states.contiguous()
+    y_TD = torch.empty_like(x_TD)
+    call.x_TD = x_TD.data_ptr()
+    call.out_TD = y_TD.data_ptr()
+    call.tokens = len(x_TD)
+    call.threads = torch.get_num_threads()
+    compiled = library()
+    assert compiled is not None  # or it would not fit
+    getattr(compiled, FUNCTIONS[x_TD.dtype])(ctypes.byref(call))
+    return y_TD
