@@ -35,6 +35,7 @@ constexpr int TILE = 16;  // rows of a tile, and columns of a product
 constexpr int DEEP = 32;  // numbers of a row of a tile
 constexpr int LINE = 2 * TILE;             // numbers of a line of products
 constexpr int64_t X_NUMBERS = 3 << 18;     // of tokens that share weights in a cache
+constexpr int64_t X_BESIDE_ROWS = 1 << 19;  // of tokens beside which the next rows stay too
 constexpr int64_t Y_NUMBERS = 1 << 18;     // of y that stay in the second cache
 constexpr int64_t MOST_UNITS = 256;        // pairs of rows of W_down that are woven at once
 constexpr int64_t MOST_OUTPUTS = 1024;     // numbers of such rows
@@ -122,11 +123,21 @@ inline void fetch_tile(const void* tile) {
   for (int line = 0; line < 16; line++) _mm_prefetch((const char*)tile + 64 * line, _MM_HINT_T0);
 }
 
+// Rows that are fetched from memory while others are multiplied with.
+struct Ahead {
+  const bf16* const* rows = nullptr;
+  int64_t count = 0;
+
+  void fetch(int64_t i) const {
+    for (int64_t r = 0; r < count; r++) _mm_prefetch((const char*)(rows[r] + i), _MM_HINT_T1);
+  }
+};
+
 // Products of twice 16 rows of D numbers with one or two tiles of tokens: those of the
 // second rows below, those of the second tile beside.
 template <int TILES>
 ALONE void tile_dots(const bf16* first, const bf16* second, int64_t D, const int32_t* x_UL,
-                     float* products) {
+                     float* products, const Ahead& ahead = {}) {
   const int32_t* next_UL = x_UL + D / 2 * TILE;  // the other tile's
   _tile_zero(0);
   _tile_zero(1);
@@ -147,6 +158,7 @@ ALONE void tile_dots(const bf16* first, const bf16* second, int64_t D, const int
       next_UL += TILE * TILE;
       fetch_tile(next_UL);
     }
+    ahead.fetch(i);
   }
   _tile_stored(0, products, LINE * 4);
   _tile_stored(2, products + TILE * LINE, LINE * 4);
@@ -416,6 +428,18 @@ struct TiledExperts {
     return copies;
   }
 
+  // The rows that come after those of neuron `m`, as many as are multiplied with at once.
+  int64_t rows_after(const Group& group, int64_t m, const bf16** rows_of_next) const {
+    const int64_t at_once = gated ? TILE : 2 * TILE;
+    const int64_t end = std::min(m + 2 * at_once, group.count());
+    int64_t count = 0;
+    for (int64_t i = m + at_once; i < end; i++) {
+      rows_of_next[count++] = group.neurons[i].up;
+      if (gated) rows_of_next[count++] = group.neurons[i].gate;
+    }
+    return count;
+  }
+
   // h of neurons from `m` on, times their gates, for some tokens: of 16 neurons and their
   // gates' rows, or of 32 where there are none. Neurons beyond the last are zero.
   void make_h(const Group& group, int64_t m, int64_t first, int64_t count) {
@@ -423,6 +447,11 @@ struct TiledExperts {
     const bf16* rows_second = gated ? rows_of(group, m, &Neuron::gate, 1)
                                     : rows_of(group, m + TILE, &Neuron::up, 1);
     const int64_t tiles = (count + TILE - 1) / TILE;
+    const int64_t pairs = (tiles + 1) / 2;
+    // Two tiles of tokens alone wait for memory whatever is fetched.
+    const bool pays_to_fetch = pairs > 1 && count * D <= X_BESIDE_ROWS;
+    const bf16* next[2 * TILE];
+    const int64_t nexts = pays_to_fetch ? rows_after(group, m, next) : 0;
     const int64_t width = group.width();
     int32_t* h = h_TU.data() + group.h_start + first * width + m / 2;
     const auto write = [&](int64_t tile) {
@@ -432,11 +461,12 @@ struct TiledExperts {
     };
     // Products are used while the next ones are made.
     for (int64_t tile = 0; tile < tiles; tile += 2) {
+      const int64_t pair = tile / 2;
+      const int64_t fetched = nexts * pair / pairs;
+      const Ahead ahead{next + fetched, nexts * (pair + 1) / pairs - fetched};
       const int32_t* x = x_UL.data() + tile * D / 2 * TILE;
-      if (tile + 1 < tiles)
-        tile_dots<2>(rows_first, rows_second, D, x, products[tile / 2 % 2]);
-      else
-        tile_dots<1>(rows_first, rows_second, D, x, products[tile / 2 % 2]);
+      const auto dots = tile + 1 < tiles ? tile_dots<2> : tile_dots<1>;
+      dots(rows_first, rows_second, D, x, products[pair % 2], ahead);
       if (tile > 0) write(tile - 2);
     }
     write((tiles - 1) / 2 * 2);
