@@ -86,9 +86,10 @@ def test_it_writes_table_and_plot_and_resumes(
     again = moesaic.compare(
         "demo", ["cmoe"], output=folder, resume=True, progress=made.append, **SMALL
     )
-    assert len(made) == 2
+    assert len(made) == 3
     assert made[0] == "planning"
-    assert made[1].startswith("cmoe")
+    assert made[1].startswith("dense: timing")
+    assert made[2].startswith("cmoe")
     for old, new in zip(first["rows"], again["rows"], strict=True):
         assert new["ratio"]["demo"] == pytest.approx(old["ratio"]["demo"], rel=1e-6)
     with pytest.raises(MoesaicError, match="texts"):
@@ -102,8 +103,9 @@ def test_a_long_comparison_says_how_far_it_is() -> None:
     small = SMALL | {"seeds": 1}
     moesaic.compare("demo", methods, references=(), progress=told.append, **small)
     assert told[:2] == ["planning", "dense: evaluating"]
-    assert told[2].endswith("(1 of 2)")
-    assert "(2 of 2, " in told[3]
+    assert told[2].startswith("dense: timing")
+    assert told[3].endswith("(1 of 2)")
+    assert "(2 of 2, " in told[4]
     assert _outlook(2, 5, seconds=240.0) == "3 of 5, 6 min left"
 
 

@@ -231,6 +231,7 @@ def _compared(
         if entry.key(seed) not in results.cells
     ]
     if undone:
+        progress("dense: timing a pass over the calibration tokens")
         dense_seconds = pass_seconds(dense, first_set.windows_NL)
         results.dense_seconds = dense_seconds
         trials = Trials(
