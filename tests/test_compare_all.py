@@ -25,6 +25,7 @@ from tests.stock_models import dense_model, tokenizer
 
 TEXT = "the cat sat in a hat and the rat in a bin. a dog ran on the mat, the sun is hot. " * 150
 WINDOWS = 8
+TIMING = "dense: timing a pass over the calibration tokens"
 FRAGILE = """
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_a_row_that_fails_is_reported_stops_nothing_and_is_tried_again(
     broken.unlink()
     told: list[str] = []
     again = compared(folder, methods, output=output, resume=True, progress=told.append)
-    assert [line.split(",")[0] for line in told] == ["planning", "fragile"]
+    assert [line.split(",")[0] for line in told] == ["planning", TIMING, "fragile"]
     assert {row["method"] for row in again["rows"]} == {"fragile", "static"}
     assert again["missing"] == []
     values = {row["method"]: row["ratio"] for row in again["rows"]}
@@ -293,7 +294,7 @@ def test_a_failed_fine_tuning_keeps_the_row_and_is_tried_again(
         folder, "static", finetune=2, distill="none", output=tmp_path, resume=True,
         progress=told.append,
     )  # fmt: skip
-    assert [line.split(",")[0] for line in told] == ["planning", "static"]
+    assert [line.split(",")[0] for line in told] == ["planning", TIMING, "static"]
     assert again["rows"][0]["tuned"] is not None
     assert again["tuned_dense"] == found["tuned_dense"]
     with pytest.raises(MoesaicError, match="finetune"):
