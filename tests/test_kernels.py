@@ -47,7 +47,7 @@ ACTIVATIONS = {
     "relu": relu,
     "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
 }
-# Of a token's outputs, against float32: h and the sums are rounded once, by 1/512 at most.
+# Of a token's outputs, against float32: h and the sums are rounded once, by 1/256 at most.
 BFLOAT16 = 4e-3
 # Shared neurons, of an expert, experts, that run, hidden size: few and many, odd ones,
 # ones that are no whole vectors, and more neurons than are made at once.

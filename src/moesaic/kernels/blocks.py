@@ -61,11 +61,7 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
 
 
 class _Known(NamedTuple):
-    """What to call a block with that was found fit, and how to see that it still is.
-
-    A block is called for every token: to look at all of it takes longer than to run a
-    small one.
-    """
+    """What to call a block with that was found fit, and how to see that it still is."""
 
     call: Call
     # Of every module its parts, and as they were.

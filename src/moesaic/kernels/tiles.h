@@ -448,7 +448,8 @@ struct TiledExperts {
                                     : rows_of(group, m + TILE, &Neuron::up, 1);
     const int64_t tiles = (count + TILE - 1) / TILE;
     const int64_t pairs = (tiles + 1) / 2;
-    // Two tiles of tokens alone wait for memory whatever is fetched.
+    // Two tiles of tokens alone wait for memory whatever is fetched, and many tokens leave
+    // no room for it.
     const bool pays_to_fetch = pairs > 1 && count * D <= X_BESIDE_ROWS;
     const bf16* next[2 * TILE];
     const int64_t nexts = pays_to_fetch ? rows_after(group, m, next) : 0;
