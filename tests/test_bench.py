@@ -245,6 +245,35 @@ def _runs(process: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_while_an_engine_starts(
+    noisy: Engine, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The signal comes when the process runs and nobody holds it yet."""
+    processes = []
+    popen = subprocess.Popen
+
+    def start(*command: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        processes.append(popen(*command, **settings))
+        signal.raise_signal(number)
+        return processes[-1]
+
+    def stop(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(number, stop)
+    try:
+        monkeypatch.setattr(subprocess, "Popen", start)
+        settings = {"model": "any", "threads": 1}
+        with pytest.raises(SystemExit), started(noisy, sys.executable, settings):
+            raise AssertionError
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+    [process] = processes
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_too_few_tokens_to_time(noisy: Engine) -> None:
     settings = {"model": "any", "threads": None}
     with (

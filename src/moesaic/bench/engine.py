@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -190,21 +191,21 @@ def started(
     environment = dict(os.environ)
     if settings["threads"]:
         environment["OMP_NUM_THREADS"] = str(settings["threads"])
-    with (
-        tempfile.TemporaryFile(
-            "w+", encoding="utf-8", errors="replace"
-        ) as errors,
-        subprocess.Popen(
-            [python, str(HERE / engine.script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        ) as process,
-    ):
-        worker = Worker(settings["model"], process, errors)
+    process = None
+    with tempfile.TemporaryFile(
+        "w+", encoding="utf-8", errors="replace"
+    ) as errors:
         try:
+            with _signals_wait():
+                process = subprocess.Popen(
+                    [python, str(HERE / engine.script)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=environment,
+                    start_new_session=True,
+                )
+            worker = Worker(settings["model"], process, errors)
             worker.tell(settings)
             worker.about = worker.hear(
                 "both models are in memory: --against none"
@@ -212,12 +213,45 @@ def started(
             yield worker
             _let_end(process)
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # Or Popen would send what is left, and hide the error by its own.
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
+            if process is not None:
+                _end(process)
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """What would stop this process does so at the end of the block.
+
+    Else one that comes while a process starts would leave it without an owner. Python
+    lets only the main thread handle signals, so nothing waits in another.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before: dict[int, Any] = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills it and what it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    # Closing sends what is left, and would hide the error that led here by its own.
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdout.close()
+    process.wait()
 
 
 def _let_end(process: subprocess.Popen[bytes]) -> None:
