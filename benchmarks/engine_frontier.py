@@ -8,11 +8,12 @@
 
 FOLDERs are converted by moesaic from the model of `make smollm2`. In llama.cpp each model, the
 dense one too, is a GGUF file in 16, 8 and 4 bits (--kinds), and perplexity is llama.cpp's own; in
-transformers and vLLM it is in its own dtype, and perplexity that of transformers. vLLM is given
-experts as `moesaic export --format glm4_moe` writes them, pruned models by `--format dense`, and
-single neurons as they are (plug-in). Time is over the dense model's in 16 bits, by `moesaic bench`,
-so say it on a machine that does nothing else; --perplexity-only leaves time out, for one that
-does. In vLLM each model is loaded alone, the dense one first and once more at the end (`again`).
+transformers it is in its own dtype, and perplexity that of transformers. vLLM is given experts as
+`moesaic export --format glm4_moe` writes them, pruned models by `--format dense`, in their own
+dtype, 8 and 4 bits (benchmarks/vllm_files.py), single neurons as they are (plug-in), and perplexity
+is vLLM's own. Time is over the dense model's in 16 bits, by `moesaic bench`, so say it on a machine
+that does nothing else; --perplexity-only leaves time out, for one that does. In vLLM each model is
+loaded alone, the dense one first and once more at the end (`again`).
 Writes DIR/ENGINE.json as it goes, and goes on with it; DIR/ENGINE.md and .png at the end.
 """
 
@@ -41,7 +42,13 @@ LENGTH = 512
 # What others are divided by, and the number formats that are tried. The model's weights lie on
 # q4_1's grid already: that flatters the dense model and attention in q4_1.
 BASE = {"llama.cpp": "f16", "transformers": "own", "vllm": "own"}
-KINDS = {"llama.cpp": "f16,q8_0,q4_1", "transformers": "own", "vllm": "own"}
+KINDS = {
+    "llama.cpp": "f16,q8_0,q4_1",
+    "transformers": "own",
+    "vllm": "own,w8a8,w4a16",
+}
+# What quantises and measures in the engine's own Python.
+FILES = {"llama.cpp": "llama_cpp_files.py", "vllm": "vllm_files.py"}
 AGAIN = "again"
 REGIMES = {"prefill": "a prompt", "decode": "a token"}
 
@@ -78,14 +85,21 @@ class Frontier:
 
     def names(self) -> list[tuple[str, str]]:
         kinds = self.options.kinds
-        return [(name, kind) for name in self.models for kind in kinds]
+        pairs = [(name, kind) for name in self.models for kind in kinds]
+        return [pair for pair in pairs if self.is_to_be_had(*pair)]
+
+    def is_to_be_had(self, name: str, kind: str) -> bool:
+        """vLLM takes our own architecture as it is, and needs the dense model once again."""
+        if self.options.engine != "vllm" or kind == BASE["vllm"]:
+            return True
+        return name != AGAIN and not is_ours(self.served(name))
 
     def file_of(self, name: str, kind: str) -> Path:
         """What the engine loads."""
         if self.options.engine == "transformers":
             return Path(self.models[name])
         if self.options.engine == "vllm":
-            return self.served(name)
+            return self.served_in(name, kind)
         own = self.options.output / f"{name}.f16.gguf"
         if not own.is_file():
             self.write_gguf(self.models[name], own)
@@ -96,11 +110,21 @@ class Frontier:
             self.in_engine("quantise", str(own), str(file), kind)
         return file
 
+    def served_in(self, name: str, kind: str) -> Path:
+        """As vLLM takes it, in this number format."""
+        folder = self.served(name)
+        if kind == BASE["vllm"]:
+            return folder
+        output = self.options.output / f"{name}.{kind}"
+        if not output.is_dir():
+            self.in_engine("quantise", str(folder), str(output), kind)
+        return output
+
     def served(self, name: str) -> Path:
-        """As vLLM takes it."""
+        """As vLLM takes it, in its own dtype."""
         folder = Path(self.models[name])
         config = load_config(str(folder))
-        if config.model_type != "moesaic" or is_of_neurons(config.moesaic):
+        if not is_ours(folder) or is_of_neurons(config.moesaic):
             return folder
         output = self.options.output / f"{name}.vllm"
         if not output.is_dir():
@@ -138,7 +162,7 @@ class Frontier:
 
     def perplexity(self, model: Path) -> float:
         """Of answers: neurons that are chosen are chosen for each token."""
-        if self.options.engine != "llama.cpp":
+        if self.options.engine == "transformers":
             loaded = load_model(str(model), "auto")
             value, _ = moesaic.perplexity(loaded, self.ids, LENGTH)
             return value
@@ -150,7 +174,7 @@ class Frontier:
         return float(answer)
 
     def in_engine(self, *words: str) -> str:
-        script = HERE / "llama_cpp_files.py"
+        script = HERE / FILES[self.options.engine]
         return run([self.options.engine_python, script, *words])
 
     def times(self, model: Path) -> dict[str, Any]:
@@ -255,6 +279,10 @@ class Frontier:
                 panel.xaxis.set_minor_formatter("{x:g}")
         figure.suptitle(f"SmolLM2-135M in {self.options.engine}, 2 threads")
         figure.savefig(self.path.with_suffix(".png"), dpi=130)
+
+
+def is_ours(folder: Path) -> bool:
+    return load_config(str(folder)).model_type == "moesaic"
 
 
 def is_of_neurons(recipe: Any) -> bool:

@@ -1,11 +1,11 @@
 """A checkpoint several times larger than the memory that its conversion may use.
 
     python benchmarks/memory.py [--layers 100] [--limit-mb 1024] [--methods cmoe,moesaic]
-    python benchmarks/memory.py --layers 150 --neurons 2048 --samples 20 --methods moesaic
+    python benchmarks/memory.py --layers 300 --neurons 1024 --samples 10 --limit-mb 700 --methods moesaic
 
 Makes a random Llama in shards of 100 MB (hidden 1,024, FFN 4,096, bf16, 29 MB a layer) and converts
 it on windows of 256 tokens, in a process of its own. Weights are fitted from two tokens a neuron
-on (--neurons 2048 --samples 20). Where this user may make a memory cgroup (root, Linux), the
+on (--neurons 1024 --samples 10). Where this user may make a memory cgroup (root, Linux), the
 process is held to the limit: it ends in an error if it needs more. Printed besides: the most memory
 that the process ever had of its own, which is what is not read from a file and could be dropped.
 """
