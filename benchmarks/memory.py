@@ -1,7 +1,8 @@
 """A checkpoint several times larger than the memory that its conversion may use.
 
     python benchmarks/memory.py [--layers 100] [--limit-mb 1024] [--methods cmoe,moesaic]
-    python benchmarks/memory.py --layers 300 --neurons 1024 --samples 10 --limit-mb 700 --methods moesaic
+    python benchmarks/memory.py --layers 300 --neurons 1024 --samples 10 --limit-mb 700 \
+        --methods moesaic
 
 Makes a random Llama in shards of 100 MB (hidden 1,024, FFN 4,096, bf16, 29 MB a layer) and converts
 it on windows of 256 tokens, in a process of its own. Weights are fitted from two tokens a neuron
