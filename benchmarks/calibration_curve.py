@@ -3,11 +3,11 @@
     python benchmarks/calibration_curve.py --output DIR [--windows 16,64,256] [--sparsity 0.25]
         [--method moesaic] [--references static-repaired,oracle]
 
-Perplexity over dense on WikiText-2's test text, training-free, by the number of calibration
-windows of 1,024 tokens. `static-repaired` prunes; `oracle` has the method's experts and knows the
-best of them for each token, so what lies between it and the method is the router's share, and what
-lies between it and 1 is that of grouping. Writes DIR/curve.md and DIR/curve.png; DIR/WINDOWS holds
-each comparison, and the same command goes on with what is there. The model is that of
+Perplexity over dense on WikiText-2's test text, training-free, one seed, by the number of
+calibration windows of 1,024 tokens. `static-repaired` prunes; `oracle` has the method's experts and
+knows the best of them for each token: what lies between it and the method is the router's share,
+what lies between it and 1 is that of grouping. Writes DIR/curve.md and DIR/curve.png; DIR/WINDOWS
+holds each comparison, and the same command goes on with what is there. The model is that of
 `make smollm2`.
 """
 
@@ -40,6 +40,7 @@ def ratios_of(windows: int, options: argparse.Namespace) -> dict[str, float]:
             calibration=texts.calibration,
             text=[texts.heldout],
             references=options.references,
+            seeds=1,
             samples=windows,
             sequence_length=LENGTH,
             max_tokens=TEST_TOKENS,
@@ -82,7 +83,9 @@ def draw(
     panel.set_xlabel("calibration tokens")
     panel.set_ylabel("perplexity over dense")
     panel.set_ylim(bottom=1)
-    panel.set_title(f"SmolLM2-135M, {sparsity:.0%} of the FFNs' neurons skipped")
+    panel.set_title(
+        f"SmolLM2-135M, {sparsity:.0%} of the FFNs' neurons skipped"
+    )
     panel.legend()
     figure.savefig(path, dpi=130)
 
