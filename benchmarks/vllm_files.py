@@ -129,6 +129,7 @@ def perplexity(folder: str, ids_path: str, length: int) -> float:
         ):
             loss -= of_place[token].logprob
             predicted += 1
+    llm.llm_engine.engine_core.shutdown()
     return math.exp(loss / predicted)
 
 
@@ -144,6 +145,7 @@ def main() -> None:
         os.dup2(2, 1)
         value = perplexity(folder, ids_path, int(length))
         os.write(output, f"{value}\n".encode())
+        os._exit(0)  # the threads of vLLM 0.32 may crash a process that ends
 
 
 if __name__ == "__main__":
