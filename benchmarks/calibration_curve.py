@@ -58,12 +58,12 @@ def ratios_of(windows: int, options: argparse.Namespace) -> dict[str, float]:
 
 
 def write_table(curve: dict[int, dict[str, float]], path: Path) -> None:
-    names = list(next(iter(curve.values())))
-    lines = ["| calibration tokens | " + " | ".join(names) + " |"]
-    lines.append("|---" * (1 + len(names)) + "|")
+    columns = list(next(iter(curve.values())))
+    lines = ["| calibration tokens | " + " | ".join(columns) + " |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
     for windows, ratios in curve.items():
         cells = [f"{windows * LENGTH:,}"]
-        cells += [f"{ratios[name]:.3f}" for name in names]
+        cells += [f"{ratios[name]:.3f}" for name in columns]
         lines.append("| " + " | ".join(cells) + " |")
     path.write_text("\n".join(lines) + "\n")
 

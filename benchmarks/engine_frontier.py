@@ -89,10 +89,10 @@ class Frontier:
         return [pair for pair in pairs if self.is_to_be_had(*pair)]
 
     def is_to_be_had(self, name: str, kind: str) -> bool:
-        """vLLM takes our own architecture as it is, and needs the dense model once again."""
+        """vLLM takes single neurons as they are, and needs the dense model once again."""
         if self.options.engine != "vllm" or kind == BASE["vllm"]:
             return True
-        return name != AGAIN and not is_ours(self.served(name))
+        return name != AGAIN and not is_of_neurons(self.models[name])
 
     def file_of(self, name: str, kind: str) -> Path:
         """What the engine loads."""
@@ -124,7 +124,7 @@ class Frontier:
         """As vLLM takes it, in its own dtype."""
         folder = Path(self.models[name])
         config = load_config(str(folder))
-        if not is_ours(folder) or is_of_neurons(config.moesaic):
+        if config.model_type != "moesaic" or is_of_neurons(folder):
             return folder
         output = self.options.output / f"{name}.vllm"
         if not output.is_dir():
@@ -281,13 +281,12 @@ class Frontier:
         figure.savefig(self.path.with_suffix(".png"), dpi=130)
 
 
-def is_ours(folder: Path) -> bool:
-    return load_config(str(folder)).model_type == "moesaic"
-
-
-def is_of_neurons(recipe: Any) -> bool:
+def is_of_neurons(folder: Path) -> bool:
     """Whether single neurons are chosen, which no stock architecture does."""
-    router = recipe.router
+    config = load_config(str(folder))
+    if config.model_type != "moesaic":
+        return False
+    router = config.moesaic.router
     return router is not None and router.kind in NEURON_KINDS
 
 

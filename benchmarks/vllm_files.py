@@ -49,17 +49,20 @@ FORMATS = {"w8a8": "int-quantized", "w4a16": "pack-quantized"}
 
 
 def quantise(folder: Path, new_folder: Path, kind: str) -> None:
-    new_folder.mkdir()
+    """Written beside its place first: a run that is killed leaves no folder that looks whole."""
+    partial = new_folder.with_name(f"{new_folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
     for path in folder.iterdir():
         if path.suffix != ".safetensors" and "index" not in path.name:
-            shutil.copy(path, new_folder / path.name)
+            shutil.copy(path, partial / path.name)
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
                 tensors |= rounded(name, file.get_tensor(name), kind)
-    save_file(tensors, new_folder / "model.safetensors", {"format": "pt"})
-    config_path = new_folder / "config.json"
+    save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+    config_path = partial / "config.json"
     config = json.loads(config_path.read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -69,6 +72,7 @@ def quantise(folder: Path, new_folder: Path, kind: str) -> None:
         "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*mlp.experts.*"],
     }
     config_path.write_text(json.dumps(config, indent=2) + "\n")
+    partial.rename(new_folder)
 
 
 def rounded(name: str, tensor: torch.Tensor, kind: str) -> dict[str, Any]:
