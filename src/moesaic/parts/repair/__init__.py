@@ -1,7 +1,7 @@
 """Repair of the output vectors once it is known what the gates let through.
 
-Each ingredient maps (moments, intercept) to candidates; `choose` takes the one that is
-best on tokens it was not fitted to, or none.
+Each ingredient maps (moments, output vectors, intercept) to candidates; `choose` takes
+the one that is best on tokens it was not fitted to, or none.
 """
 
 from moesaic.parts.repair.choose import (

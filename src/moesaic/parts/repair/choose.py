@@ -17,7 +17,7 @@ from moesaic.families import DenseFFN
 from moesaic.parts.products import products_of
 from moesaic.parts.repair.least_squares import TOKENS_PER_NEURON, least_squares
 from moesaic.parts.repair.mean import Candidate, mean_compensation
-from moesaic.parts.repair.moments import Moments, Residual
+from moesaic.parts.repair.moments import Moments
 from moesaic.parts.repair.up_rows import refit_up
 
 NOTHING = Candidate("none")
@@ -126,8 +126,9 @@ class _Trial:
     def fit(self, down_FD: Tensor, method: str, intercept: bool) -> None:
         """Finds the candidates once the sums are complete."""
         self.down_ND = down_FD[self.columns]
-        residual = self.moments.residual(self.down_ND)
-        self.candidates, self.note = _candidates(residual, method, intercept)
+        self.candidates, self.note = _candidates(
+            self.moments, self.down_ND, method, intercept
+        )
         count = len(self.candidates)
         self.error_C = torch.zeros(count, dtype=torch.float64)
 
@@ -270,7 +271,8 @@ def with_up_rows(
 
 
 def _candidates(
-    sums: Residual,
+    moments: Moments,
+    down_ND: Tensor,
     method: str,
     intercept: bool,
 ) -> tuple[list[Candidate], str | None]:
@@ -279,18 +281,19 @@ def _candidates(
     And a note where that is not what was asked for.
     """
     if method != "least-squares":
-        return [NOTHING, *mean_compensation(sums, intercept)], None
-    tokens_needed = TOKENS_PER_NEURON * len(sums.mean_N)
-    if sums.tokens < tokens_needed:
+        return [NOTHING, *mean_compensation(moments, down_ND, intercept)], None
+    tokens_needed = TOKENS_PER_NEURON * moments.neurons
+    if moments.tokens < tokens_needed:
         note = (
             f"least squares needs {tokens_needed} tokens to fit on, "
-            f"{sums.tokens} are there: mean compensation instead"
+            f"{moments.tokens} are there: mean compensation instead"
         )
-        return [NOTHING, *mean_compensation(sums, intercept)], note
-    candidates = least_squares(sums, intercept)
+        candidates = mean_compensation(moments, down_ND, intercept)
+        return [NOTHING, *candidates], note
+    candidates = least_squares(moments, down_ND, intercept)
     if candidates:
         return [NOTHING, *candidates], None
-    candidates = mean_compensation(sums, intercept)
+    candidates = mean_compensation(moments, down_ND, intercept)
     if candidates:
         note = "least squares has nothing to fit to: mean compensation instead"
     else:

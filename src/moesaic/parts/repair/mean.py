@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.parts.repair.moments import Residual
+from moesaic.parts.repair.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,24 @@ class Candidate:
 
 
 @torch.no_grad()
-def mean_compensation(sums: Residual, intercept: bool) -> list[Candidate]:
+def mean_compensation(
+    moments: Moments, down_ND: Tensor, intercept: bool
+) -> list[Candidate]:
     """mean(r) as an intercept; without one, carried by the neurons' own mean.
 
-    Without an output bias in the architecture, the best rank-one correction along
-    u = mean(h): s = h.u, D = u (sum s r / sum s^2)^T, which needs no more tokens than a
-    mean does.
+    r = y - h W is what the kept neurons leave. Without an output bias in the
+    architecture, the best rank-one correction along u = mean(h): s = h.u, D = u (sum s r
+    / sum s^2)^T, which needs no more tokens than a mean does. 2 N (N + D) FLOPs.
     """
+    down_ND = down_ND.double()
+    mean_N = moments.mean_N
     if intercept:
-        intercept_D = sums.mean_D.float()
-        return [Candidate("mean compensation", None, intercept_D)]
-    energy = sums.mean_N @ sums.gram_NN @ sums.mean_N
+        left_D = moments.mean_D - mean_N @ down_ND
+        return [Candidate("mean compensation", None, left_D.float())]
+    image_N = moments.gram_times(mean_N)  # sum of s h
+    energy = mean_N @ image_N
     if not energy > 0:
         return []
-    along_D = (sums.mean_N @ sums.cross_ND) / energy
-    delta_ND = torch.outer(sums.mean_N, along_D)
+    left_D = mean_N @ moments.cross_ND.double() - image_N @ down_ND
+    delta_ND = torch.outer(mean_N, left_D / energy)
     return [Candidate("mean compensation", delta_ND.float())]

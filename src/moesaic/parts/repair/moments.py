@@ -5,7 +5,7 @@ Shape suffixes: T tokens, D hidden_size, N neurons that are kept, M some of them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -35,23 +35,41 @@ class Moments:
         return len(self.sum_N)
 
     @property
+    def mean_N(self) -> Tensor:
+        """Mean of h, in float64."""
+        return self.sum_N.double() / max(self.tokens, 1)
+
+    @property
+    def mean_D(self) -> Tensor:
+        """Mean of y, in float64."""
+        return self.sum_D.double() / max(self.tokens, 1)
+
+    @property
     def gram_NN(self) -> Tensor:
         """Sum of h h^T, in float64: a copy."""
-        upper_NN = self._upper_NN.double().triu_()
-        diagonal_N = upper_NN.diagonal().clone()
-        upper_NN += upper_NN.T.clone()
-        upper_NN.diagonal().copy_(diagonal_N)
-        return upper_NN
+        gram_NN = self._upper_NN.double()
+        for rows, _, after in self._panels():
+            gram_NN[after, rows] = gram_NN[rows, after].T
+        return gram_NN
+
+    def gram_times(self, vector_N: Tensor) -> Tensor:
+        """(H^T H) v of one vector, in float64: without that copy."""
+        product_N = torch.zeros_like(vector_N)
+        for rows, from_here, after in self._panels():
+            upper_MN = self._upper_NN[rows, from_here].double()
+            product_N[rows] += upper_MN @ vector_N[from_here]
+            beside_MN = upper_MN[:, upper_MN.shape[0] :]
+            product_N[after] += beside_MN.T @ vector_N[rows]
+        return product_N
 
     def add(self, h_TN: Tensor, y_TD: Tensor) -> None:
         """Adds a block of tokens."""
         tokens = len(h_TN)
         self.tokens += tokens
-        for start in range(0, self.neurons, _ROWS):
-            end = start + _ROWS
-            rows_TM = h_TN[:, start:end]
-            columns_TN = h_TN[:, start:]
-            upper_MN = self._upper_NN[start:end, start:]
+        for rows, from_here, _ in self._panels():
+            rows_TM = h_TN[:, rows]
+            columns_TN = h_TN[:, from_here]
+            upper_MN = self._upper_NN[rows, from_here]
             upper_MN.addmm_(rows_TM.T, columns_TN)
         self.cross_ND.addmm_(h_TN.T, y_TD)
         # A product sums columns faster than a sum does.
@@ -64,32 +82,8 @@ class Moments:
         self.tokens = int(share.total(self.tokens))
         share.total_(self._upper_NN, self.cross_ND, self.sum_N, self.sum_D)
 
-    def residual(self, down_ND: Tensor) -> Residual:
-        """The sums of r = y - H W, without a product per token.
-
-        H^T r = H^T y - (H^T H) W.
-        """
-        down_ND = down_ND.double()
-        gram_NN = self.gram_NN
-        sum_N = self.sum_N.double()
-        cross_ND = self.cross_ND.double() - gram_NN @ down_ND
-        sum_D = self.sum_D.double() - sum_N @ down_ND
-        tokens = max(self.tokens, 1)
-        return Residual(
-            tokens=self.tokens,
-            gram_NN=gram_NN,
-            cross_ND=cross_ND,
-            mean_N=sum_N / tokens,
-            mean_D=sum_D / tokens,
-        )
-
-
-@dataclass(frozen=True)
-class Residual:
-    """What least squares on r needs, in float64."""
-
-    tokens: int
-    gram_NN: Tensor  # sum of h h^T
-    cross_ND: Tensor  # sum of h r^T
-    mean_N: Tensor  # of h
-    mean_D: Tensor  # of r
+    def _panels(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Some rows of h h^T, the columns from theirs on, and those after theirs."""
+        for start in range(0, self.neurons, _ROWS):
+            end = start + _ROWS
+            yield slice(start, end), slice(start, None), slice(end, None)
