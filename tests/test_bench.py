@@ -148,6 +148,9 @@ from worker import peak, serve
 def load(settings):
     if settings["model"] == "broken":
         raise ValueError("bad weights")
+    if settings["model"] == "ours":
+        from moesaic.errors import MoesaicError
+        raise MoesaicError("no such shard; fetch it")
     return settings["model"], dict(version="1.0", device="none")
 def measure(model, batch, prompt, new):
     print("no newline", end="", flush=True)
@@ -189,6 +192,7 @@ def test_answers_are_told_from_noise(noisy: Engine) -> None:
     ("model", "batch", "reason"),
     [
         ("broken", 1, "broken: the engine stopped: ValueError: bad weights"),
+        ("ours", 1, "ours: the engine stopped: no such shard; fetch it$"),
         ("any", 13, "no room for 13"),
         ("any", 14, "lack of memory; take a smaller --batch"),
     ],

@@ -35,9 +35,9 @@ def dense(tmp_path: Path) -> Path:
 def files(folder: Path) -> dict[str, bytes]:
     """But for the page: the last bit of what it measures moves with where weights lie."""
     return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.name != "report.html"
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "report.html"
     }
 
 
@@ -308,6 +308,28 @@ def test_overwrite_leaves_alone_what_is_not_ours(dense: Path, tmp_path: Path) ->
     with pytest.raises(moesaic.MoesaicError, match="not a model made by moesaic"):
         moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=dense, overwrite=True)
     assert (dense / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("other", ["notes.txt", "ft/config.json", "tokenizers/x.json", "eval.json"])
+def test_overwrite_deletes_nothing_beside_the_model(
+    dense: Path, tmp_path: Path, other: str
+) -> None:
+    """The dense model that is converted may lie there, or the text that calibrates."""
+    output = tmp_path / "out"
+    moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
+    (output / "__pycache__").mkdir()  # nothing of anybody's
+    path = output / other
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    before = files(output)
+    name = other.split("/")[0]
+    with pytest.raises(moesaic.MoesaicError, match=f"also holds {name}.*--overwrite would delete"):
+        moesaic.convert(dense, "static", "S3A3E8", WINDOWS, output=output, overwrite=True)
+    assert files(output) == before
+    path.unlink()
+    if path.parent != output:
+        path.parent.rmdir()
+    moesaic.convert(dense, "static", "S3A3E8", WINDOWS, output=output, overwrite=True)
 
 
 def test_a_full_disk_is_found_before_and_during_writing(

@@ -553,6 +553,7 @@ def test_a_disk_that_fills_at_the_very_end_costs_no_training(
     ("changes", "message"),
     [
         ({"samples": 0}, "samples 0: a whole number of at least 1"),
+        ({"epochs": 10**12}, "epochs 1000000000000: at most 10,000"),
         ({"rank": 0}, "rank 0: a whole number"),
         ({"lora_lr": -1.0}, r"lora lr -1.0: a number above 0"),
         ({"scale_lr": float("nan")}, "scale lr nan: a number at least 0"),

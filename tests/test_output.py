@@ -299,7 +299,7 @@ def test_a_folder_that_appears_during_a_run_is_left_alone(
         finish(*args)
 
     monkeypatch.setattr(drafts, "finish", meanwhile)
-    with pytest.raises(moesaic.MoesaicError, match="made by someone else since this run began"):
+    with pytest.raises(moesaic.MoesaicError, match="made or changed by someone else since"):
         moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output)
     monkeypatch.undo()
     assert files(output) == {"thesis.txt": b"three years"}

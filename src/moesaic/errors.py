@@ -27,11 +27,17 @@ def reason_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error that says something, or the error's kind."""
-    for line in str(error).splitlines():
-        if line.strip():
-            return line.strip()
-    return type(error).__name__
+    """The first line of an error that says something, or the error's kind.
+
+    And the next one, where the first ends in a colon.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line]
+    if not told:
+        return type(error).__name__
+    if told[0].endswith(":") and len(told) > 1:
+        return f"{told[0]} {told[1]}"
+    return told[0]
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> MoesaicError:

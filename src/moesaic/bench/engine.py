@@ -173,6 +173,7 @@ class Worker:
         told = [line for line in lines if line and ELSEWHERE not in line]
         errors = [line for line in told if "Error" in line]
         last = (errors or told or [_worded(code)])[-1]
+        last = last.removeprefix(f"{MoesaicError.__module__}.MoesaicError: ")
         return last[:300]
 
 

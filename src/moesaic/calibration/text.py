@@ -157,6 +157,8 @@ def _file(name: str) -> list[str]:
         RuntimeError,
     ) as error:
         reason = first_line(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason += "; text is read as UTF-8, so convert it first"
         raise MoesaicError(f"cannot read {path}: {reason}") from error
 
 
@@ -184,9 +186,10 @@ def _read_file(path: Path, field: str | None) -> list[str]:
     if kind in {".jsonl", ".json"}:
         # Not splitlines: a line separator within a string ends no line of JSON.
         lines = text.split("\n")
-        rows = [line for line in lines if line.strip()]
+        numbered = enumerate(lines, start=1)
+        rows = [(number, line) for number, line in numbered if line.strip()]
         name = field or _USUAL_FIELD
-        return [_field_of(path, row, name) for row in rows]
+        return [_field_of(path, number, row, name) for number, row in rows]
     _check_no_field(path, field)
     return [text]
 
@@ -218,16 +221,22 @@ def _parquet_rows(path: Path, field: str) -> list[str]:
     return [_text(value, str(path)) for value in values]
 
 
-def _field_of(path: Path, row: str, field: str) -> str:
+def _field_of(path: Path, number: int, row: str, field: str) -> str:
     """One field of a line of JSON."""
-    record = json.loads(row)
+    try:
+        record = json.loads(row)
+    except ValueError as error:
+        reason = first_line(error)
+        raise MoesaicError(
+            f"{path}: line {number} is not JSON ({reason}); every line holds one record"
+        ) from error
     if isinstance(record, dict) and field in record:
         return _text(record[field], str(path))
     names = type(record).__name__
     if isinstance(record, dict):
         names = ", ".join(record)
     raise MoesaicError(
-        f"{path} has a line without the field {field!r}; it has {names}"
+        f"{path}: line {number} has no field {field!r}; it has {names}"
     )
 
 

@@ -59,11 +59,18 @@ JsonFile = Annotated[
 ]
 Overwrite = Annotated[
     bool,
-    typer.Option("--overwrite", help="Replace the output if it exists."),
+    typer.Option(
+        "--overwrite",
+        help="Replace the output if it is a model of moesaic's, with nothing else "
+        "beside it.",
+    ),
 ]
 Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Go on with a run that was stopped."),
+    typer.Option(
+        "--resume",
+        help="Go on with a run that was stopped before its output was there.",
+    ),
 ]
 
 

@@ -102,7 +102,7 @@ def choose_device(device: str | torch.device) -> torch.device:
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise MoesaicError(
-            f"device {name!r} is not usable here ({first_line(error)}); try auto, cpu or cuda"
+            f"device {name!r} is not usable here ({first_line(error)}); take auto or cpu"
         ) from error
     return chosen
 
@@ -446,6 +446,8 @@ def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
         line += (
             "; a file of weights is damaged or cut short, fetch the model again"
         )
+    elif isinstance(error, FileNotFoundError) or "valid JSON" in line:
+        line += "; the folder is not whole, fetch the model again"
     return MoesaicError(f"cannot load {model}: {line}")
 
 

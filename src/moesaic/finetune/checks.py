@@ -10,6 +10,7 @@ from moesaic.families.load import choose_device
 from moesaic.finetune.options import NO_TEACHER, FinetuneOptions
 
 MOST_RATE = 1e4
+MOST_EPOCHS = 10_000
 LARGEST_SEED = 2**31 - 1
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
@@ -39,6 +40,11 @@ def _check_counts(options: FinetuneOptions) -> None:
         if not isinstance(count, int) or count < 1:
             rule = "a whole number of at least 1 is needed"
             raise MoesaicError(f"{name} {count}: {rule}")
+    if options.epochs > MOST_EPOCHS:
+        raise MoesaicError(
+            f"epochs {options.epochs}: at most {MOST_EPOCHS:,} are trained; take fewer, "
+            "or more --samples"
+        )
 
 
 def _check_rates(options: FinetuneOptions) -> None:

@@ -137,6 +137,10 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, object]]:
     try:
         text = path.read_text("utf-8")
         values = yaml.safe_load(text)
+    except FileNotFoundError as error:
+        raise MoesaicError(
+            f"method {path}: no such file; give a method's name or a file"
+        ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = str(error).split()
         reason = " ".join(words)

@@ -19,6 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,34 @@ from moesaic.output.atomic import (
 
 SHARD_SIZE = "5GB"
 INDEX = "model.safetensors.index.json"
+
+# What a model's folder holds: what we write, transformers does, and the hub.
+_MODEL_FILES = (
+    "*.safetensors",
+    "*_moesaic.py",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    INDEX,
+    "moesaic_*.json",
+    "report.html",
+    "learning_curve.csv",
+    "learning_curve.png",
+    "loads.png",
+    "README.md",
+    "LICENSE*",
+    "tokenizer*",
+    "tokenization_*.py",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    ".gitattributes",
+)
+_MODEL_FOLDERS = ("additional_chat_templates", ".cache", "__pycache__")
+_NAMED = 3  # of the other files, in an error
 
 _DRAFT = "draft.json"
 _NAMES = "names.json"
@@ -105,13 +134,34 @@ def _check_draft(draft: Path, expected: bool) -> None:
 def _check_replaceable(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise MoesaicError(
-            f"output {output} exists; choose another or pass --overwrite"
+            f"output {output} exists; choose another or pass --overwrite to replace it"
         )
     if not _made_by_us(output) and not _is_empty(output):
         raise MoesaicError(
             f"output {output} is not a model made by moesaic, so --overwrite leaves it "
             "alone; choose another folder"
         )
+    others = _not_of_a_model(output)
+    if others:
+        named = ", ".join(others[:_NAMED])
+        more = (
+            f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        )
+        raise MoesaicError(
+            f"output {output} also holds {named}{more}, which --overwrite would delete; "
+            "move what is not the model's elsewhere, or choose another folder"
+        )
+
+
+def _not_of_a_model(folder: Path) -> list[str]:
+    """What else lies in a model's folder: notes, texts, other models."""
+    others = []
+    for path in sorted(folder.iterdir()):
+        is_folder = path.is_dir()
+        kinds = _MODEL_FOLDERS if is_folder else _MODEL_FILES
+        if not any(fnmatchcase(path.name, kind) for kind in kinds):
+            others.append(path.name + "/" * is_folder)
+    return others
 
 
 def _is_empty(folder: Path) -> bool:
@@ -238,15 +288,35 @@ def _check_same_run(draft: Path, run: dict[str, Any]) -> None:
         raise UnfinishedError(
             f"{draft} cannot be resumed ({error}); pass --overwrite to start again"
         ) from error
-    keys = set(run) | set(earlier_run)
-    for key in sorted(keys):
-        before = earlier_run.get(key)
-        now = run.get(key)
-        if before != now:
-            raise UnfinishedError(
-                f"{draft} was started with {key} = {before}, this run has {now}; run with "
-                "the same settings, or pass --overwrite"
-            )
+    if set(run) != set(earlier_run):
+        raise UnfinishedError(
+            f"{draft} is left from another command or another version; choose another "
+            "output, or pass --overwrite to start again"
+        )
+    difference = _first_difference(earlier_run, run)
+    if difference is not None:
+        key, before, now = difference
+        raise UnfinishedError(
+            f"{draft} was started with {key} = {before}, this run has {now}; run with "
+            "the same settings, or pass --overwrite"
+        )
+
+
+def _first_difference(
+    before: dict[str, Any], now: dict[str, Any]
+) -> tuple[str, Any, Any] | None:
+    """What two runs have otherwise, with both values: a key, and its own within a mapping."""
+    for key in sorted(set(before) | set(now)):
+        one = before.get(key)
+        other = now.get(key)
+        if one == other:
+            continue
+        if isinstance(one, dict) and isinstance(other, dict):
+            inner = _first_difference(one, other)
+            assert inner is not None
+            return f"{key}.{inner[0]}", *inner[1:]
+        return key, one, other
+    return None
 
 
 def remembered(
@@ -377,8 +447,8 @@ def take_name(
             _check_replaceable(output, overwrite)
         except MoesaicError as error:
             raise UnfinishedError(
-                f"{output} was made by someone else since this run began, and is left "
-                f"alone; the finished model is kept in {draft}: move {output} away and "
+                f"{output} was made or changed by someone else since this run began, and is "
+                f"left alone; the finished model is kept in {draft}: move {output} away and "
                 "run again with --resume"
             ) from error
         output.rename(old)
