@@ -15,10 +15,11 @@ import torch
 import moesaic
 from moesaic.calibration.calibration_set import Split
 from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.conversion import layer_error
 from moesaic.conversion.layer_error import LayerReport, measure_layer
 from moesaic.families import DenseFFN, find_ffns
 from moesaic.methods.base import block_config, shape_of
-from moesaic.methods.expert_method import Made, mask_of
+from moesaic.methods.expert_method import Made, fit_static_reference, mask_of
 from moesaic.modeling import RouterConfig, Sizes, new_router
 from moesaic.parts.carve import carve, neuron_rows
 from moesaic.parts.partition import Partition
@@ -64,10 +65,10 @@ class Layer:
         return measure_layer(2, self.inputs, self.ffn, replacement, SIZES, SEED, most)
 
 
-def random_layer(family: str = "qwen3", hold_out: bool = True) -> Layer:
+def random_layer(family: str = "qwen3", hold_out: bool = True, count: int = 8 * HELD) -> Layer:
     ffn = find_ffns(tiny_model(family)).read(0)
     # Few directions and a mean, so that the neurons that run tell what the others would add.
-    x_TD = torch.randn(8 * HELD, 4) @ torch.randn(4, 32) / 2 + torch.randn(32)
+    x_TD = torch.randn(count, 4) @ torch.randn(4, 32) / 2 + torch.randn(32)
     order = torch.randperm(52).numpy()
     return Layer(
         ffn,
@@ -114,6 +115,42 @@ def best(values: list[float], count: int) -> list[int]:
 
 def neurons_of(layer: Layer, experts: list[int]) -> list[int]:
     return [*layer.parts.shared_S, *layer.parts.experts_RM[experts].reshape(-1)]
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [(16, 84), (100, 84), (200, 168)],  # about so many are a sample, of 168
+)
+def test_the_static_reference_has_tokens_enough_for_least_squares(
+    monkeypatch: pytest.MonkeyPatch, least: int, expected: int
+) -> None:
+    """80 are needed for its 40 neurons; every second of the tokens, or all."""
+    monkeypatch.setattr(layer_error, "REFERENCE_TOKENS", least)
+    layer = random_layer()
+    assert static_tokens(layer, monkeypatch) == expected
+
+
+def test_with_too_few_tokens_the_static_reference_takes_a_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its mean compensation needs no more, though least squares would."""
+    monkeypatch.setattr(layer_error, "REFERENCE_TOKENS", 21)
+    layer = random_layer(count=56)  # of which 49 are to fit on, fewer than 80
+    assert static_tokens(layer, monkeypatch) == 17  # every third
+
+
+def static_tokens(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> int:
+    """On how many tokens the static reference of a layer is fitted."""
+    found = []
+
+    def fit(inputs: FFNInputs, ffn: DenseFFN, static_N: torch.Tensor) -> Any:
+        found.append(inputs.tokens)
+        return fit_static_reference(inputs, ffn, static_N)
+
+    monkeypatch.setattr(layer_error, "fit_static_reference", fit)
+    replacement = layer.fitted(intercept=None)
+    layer.report(replacement)
+    return found[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])  # without and with biases

@@ -215,9 +215,13 @@ def _static_repair(
 ) -> Repair:
     if made.static_repair is not None:
         return made.static_repair
+    sample = inputs.apart(REFERENCE_TOKENS, heldout=MOST_TOKENS)
     needed = TOKENS_PER_NEURON * sizes.active
-    most = max(REFERENCE_TOKENS, needed)
-    sample = inputs.apart(most, heldout=MOST_TOKENS)
+    if sample.tokens < needed:
+        # A sample of about twice as many is one of no fewer, where there are so many.
+        larger = inputs.apart(2 * needed, heldout=MOST_TOKENS)
+        if larger.tokens >= needed:
+            sample = larger
     return fit_static_reference(sample, ffn, static_N)
 
 
