@@ -304,7 +304,7 @@ def test_a_failed_fine_tuning_keeps_the_row_and_is_tried_again(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"finetune": 0}, "samples 0"),
+        ({"finetune": 0}, "finetune 0: windows to train on"),
         ({"finetune": 2, "distill": "somebody"}, "teacher"),
         ({"distill": "none"}, "give finetune too"),
     ],

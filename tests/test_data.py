@@ -139,7 +139,7 @@ def test_a_wrong_field_lists_the_fields(
 @pytest.mark.parametrize(("line", "found"), [('["text"]', "list"), ('"text"', "str"), ("3", "int")])
 def test_a_line_that_is_no_record(tmp_path: Path, line: str, found: str) -> None:
     (tmp_path / "x.jsonl").write_text(f'{{"text": "a"}}\n{line}')
-    with pytest.raises(MoesaicError, match=f"x.jsonl .*field 'text'; it has {found}"):
+    with pytest.raises(MoesaicError, match=f"x.jsonl: line 2 has no field 'text'; it has {found}"):
         read_documents(tmp_path / "x.jsonl")
 
 
@@ -197,7 +197,7 @@ def corrupt_gzip() -> bytes:
 )  # fmt: skip
 def test_a_broken_file_is_named(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(MoesaicError, match="cannot read") as refusal:
+    with pytest.raises(MoesaicError, match=r"cannot read|line \d is not JSON \(") as refusal:
         read_documents(tmp_path / name)
     assert str(tmp_path / name) in str(refusal.value)
     assert "\n" not in str(refusal.value)

@@ -225,10 +225,10 @@ def _field_of(path: Path, number: int, row: str, field: str) -> str:
     """One field of a line of JSON."""
     try:
         record = json.loads(row)
-    except ValueError as error:
-        reason = first_line(error)
+    except json.JSONDecodeError as error:
         raise MoesaicError(
-            f"{path}: line {number} is not JSON ({reason}); every line holds one record"
+            f"{path}: line {number} is not JSON ({error.msg} at column {error.colno}); "
+            "every line holds one record"
         ) from error
     if isinstance(record, dict) and field in record:
         return _text(record[field], str(path))
