@@ -215,6 +215,28 @@ def test_a_draft_that_says_nothing_of_its_run_is_not_resumed(tmp_path: Path, tex
         pass
 
 
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"recover": 5}, "left from another command or another version"),
+        ({"seed": 0, "settings": {"rank": 8, "rate": 0.1}}, r"with settings.rate = 0.2, .*has 0.1"),
+    ],
+)
+def test_a_draft_of_another_run_is_not_resumed(
+    tmp_path: Path, run: dict[str, Any], message: str
+) -> None:
+    output = tmp_path / "out"
+    before = {"seed": 0, "settings": {"rank": 8, "rate": 0.2}}
+    with pytest.raises(KeyboardInterrupt), drafts.open_draft(output, before, resume=False):
+        raise KeyboardInterrupt
+    with (
+        pytest.raises(moesaic.MoesaicError, match=message),
+        drafts.open_draft(output, run, resume=True),
+    ):
+        pass
+    assert (drafts.draft_folder(output) / "draft.json").is_file()
+
+
 # --- layers of a draft -------------------------------------------------------------------------
 
 

@@ -255,7 +255,7 @@ def _tuning(options: CompareOptions) -> FinetuneOptions | None:
     """How results are fine-tuned, where they are."""
     if options.finetune is None:
         return None
-    if options.finetune < 1:
+    if not isinstance(options.finetune, int) or options.finetune < 1:
         raise MoesaicError(
             f"finetune {options.finetune}: windows to train on are counted from 1; 64 is "
             "usual"
