@@ -272,7 +272,12 @@ class Frontier:
             panel.set_xlabel(f"time of {words}, over dense in 16 bits")
             panel.set_ylabel("perplexity over dense")
             panel.margins(x=0.25, y=0.08)  # room for the names
-            slowest = max(row[regime]["median"] for row in self.rows.values())
+            times = [
+                row[regime]["median"]
+                for row in self.rows.values()
+                if regime in row
+            ]
+            slowest = max(times, default=1)
             if slowest > 2:  # else what is near the dense model falls together
                 panel.set_xscale("log")
                 panel.xaxis.set_major_formatter("{x:g}")

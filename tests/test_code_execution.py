@@ -127,6 +127,8 @@ def test_a_program_starts_no_process(attempt: str) -> None:
         "import os\nos.symlink({path!r}, 'link')",
         "import os\nos.chmod({path!r}, 0)",
         "import shutil\nshutil.rmtree({folder!r})",
+        "import sqlite3\nsqlite3.connect({path!r} + '.db').execute('create table t (a)')",
+        "import dbm\ndbm.open({path!r} + '.dbm', 'c')['a'] = 'b'",
     ],
 )
 def test_nothing_outside_its_folder_is_changed(attempt: str, tmp_path: Path) -> None:

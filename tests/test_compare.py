@@ -13,7 +13,7 @@ import moesaic
 from moesaic.cli.main import main
 from moesaic.comparison.compare import REFERENCES, _outlook
 from moesaic.comparison.entries import METHOD, REFERENCE
-from moesaic.comparison.options import SPARSITY
+from moesaic.comparison.options import FFN_BYTES, FFN_MACS, SPARSITY
 from moesaic.comparison.rows import Cell, ranked, remarks
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
@@ -143,6 +143,27 @@ def test_ranking_by_hand() -> None:
         "cmoe S1A1E2: too few tokens",
         "at sparsity 0.5 static-repaired beats cmoe",
     ]
+
+
+def test_work_that_was_missed_is_told() -> None:
+    """Experts of a mixture that see too few tokens stay whole, which no plan knows."""
+
+    def cell(seed: int, bytes: float, equal: str = FFN_BYTES) -> Cell:
+        return Cell(
+            method="moesaic", role=METHOD, saves=True, routes=True, repairs=True, equal=equal,
+            at=0.75, sparsity=0.25, seed=seed, layout="S1A2E4", shape="", active_ffn_fraction=0.75,
+            macs=0.8, bytes=0.8, ffn_macs=bytes, ffn_bytes=bytes, perplexity={"t": 4.0},
+            relative_error=[0.1], better_static=[], load_max_over_mean=1.0, dead_experts=0,
+            notes=[], seconds=1.0,
+        )  # fmt: skip
+
+    rows = ranked([cell(0, 0.9), cell(1, 1.0)], {"t": 4.0})
+    assert rows[0].ffn_bytes == pytest.approx(0.95)
+    line = "at FFN bytes 0.75 moesaic takes 95.0% of the dense FFNs' bytes: it comes no nearer"
+    assert remarks(rows) == [line]
+    assert remarks(ranked([cell(0, 0.76)], {"t": 4.0})) == []
+    [line] = remarks(ranked([cell(0, 0.7, FFN_MACS)], {"t": 4.0}))
+    assert "70.0% of the dense FFNs' multiply-accumulates" in line
 
 
 @pytest.mark.parametrize(

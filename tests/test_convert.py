@@ -11,11 +11,14 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import moesaic
 from moesaic import load_method
+from moesaic.conversion.options import make_budget
+from moesaic.conversion.plan import make_plan
 from moesaic.evaluate.work import count_macs
-from moesaic.families.load import load_model
+from moesaic.families.load import load_config, load_model
 from moesaic.memory import lent_to
 from moesaic.modeling import MoesaicBlock, Sizes
 from moesaic.output import draft as checkpoint
@@ -214,6 +217,57 @@ def test_resume_refuses_other_weights_of_the_same_shape(dense: Path, tmp_path: P
     tiny_model("llama", seed=1).save_pretrained(dense)
     with pytest.raises(moesaic.MoesaicError, match="was started with weights"):
         moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True)
+
+
+def test_resume_refuses_the_same_tokens_in_other_windows(dense: Path, tmp_path: Path) -> None:
+    torch.save(WINDOWS, tmp_path / "windows.pt")
+    output = tmp_path / "out"
+    run_python(_KILLED, dense, output, 1)
+    halves = WINDOWS.view(2 * len(WINDOWS), -1)
+    with pytest.raises(moesaic.MoesaicError, match="was started with calibration tokens"):
+        moesaic.convert(dense, "cmoe", "S3A3E8", halves, output=output, resume=True)
+
+
+def test_resume_does_not_mix_equal_budgets_with_others(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What met a target has equal budgets; the same layout without one shares them."""
+    save = checkpoint._save
+    saved: list[Any] = []
+
+    def die(*arguments: Any) -> Any:
+        saved.append(save(*arguments))
+        raise KeyboardInterrupt
+
+    ids = torch.randint(0, 96, (4000,), generator=torch.Generator().manual_seed(1))
+    usual: dict[str, Any] = {"samples": 8, "sequence_length": 32, "output": tmp_path / "out"}
+    monkeypatch.setattr(checkpoint, "_save", die)
+    with pytest.raises(KeyboardInterrupt):
+        moesaic.convert(dense, "moesaic-dynamic", calibration=ids, target_ratio=2.0, **usual)
+    monkeypatch.undo()
+    assert len(saved) == 1
+    [mark] = checkpoint.draft_folder(tmp_path / "out").glob("*.json")
+    layout = json.loads(mark.read_text())["layout"]
+    with pytest.raises(moesaic.MoesaicError, match="was started with for a target"):
+        moesaic.convert(dense, "moesaic-dynamic", layout, ids, resume=True, **usual)
+
+
+@pytest.mark.parametrize("method", ["cmoe", "moebert", "moesaic-neurons", "static"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bytes_of_a_result_are_known_before(
+    dense: Path, tmp_path: Path, method: str, dtype: str
+) -> None:
+    """Copies, overlapping experts and tied weights counted: so much room must be there."""
+    output = tmp_path / "out"
+    moesaic.convert(dense, method, calibration=WINDOWS, sparsity=0.5, output=output, dtype=dtype)
+    stored = 0
+    for path in output.glob("*.safetensors"):
+        stored += sum(tensor.nbytes for tensor in load_file(path).values())
+    config = load_config(str(dense))
+    budget = make_budget(None, 0.5)
+    plan = make_plan(config, str(dense), load_method(method), budget)
+    planned = plan.stored_bytes(getattr(torch, dtype))
+    assert stored == pytest.approx(planned, rel=0.01)
 
 
 def test_an_empty_draft_is_no_obstacle(dense: Path, tmp_path: Path) -> None:

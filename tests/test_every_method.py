@@ -429,13 +429,32 @@ def test_what_a_method_remembers_is_not_computed_again(dense: Path, tmp_path: Pa
     log = tmp_path / "log"
     code = Path(BLOCKS).read_text()
     code = code.replace("list(range(depth))", f"write({str(log)!r}) or list(range(depth))")
-    code = code.replace("return []", "raise KeyboardInterrupt")
+    go_on = tmp_path / "go on"
+    code = code.replace("return []", f"return stop_unless({str(go_on)!r})")
     code += "\n\ndef write(path):\n    with open(path, 'a') as file:\n        file.write('x')\n"
+    code += "\n\ndef stop_unless(path):\n    import os\n"
+    code += "    if not os.path.exists(path):\n        raise KeyboardInterrupt\n    return []\n"
     counted.write_text(code)
     for resume in (False, True, True):
         with pytest.raises(KeyboardInterrupt):
             convert(dense, str(counted), output=tmp_path / "out", command="x", resume=resume)
     assert log.read_text() == "x"
-    counted.write_text(code.replace("raise KeyboardInterrupt", "return []"))
+    go_on.touch()
     convert(dense, str(counted), output=tmp_path / "out", command="x", resume=True)
     assert log.read_text() == "x"
+
+
+def test_a_method_s_file_that_was_edited_is_another_method(dense: Path, tmp_path: Path) -> None:
+    """Neither a conversion nor a comparison goes on with what other code made."""
+    edited = tmp_path / "edited.py"
+    code = Path(BLOCKS).read_text()
+    edited.write_text(code.replace("return []", "raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        convert(dense, str(edited), output=tmp_path / "out", command="x")
+    edited.write_text(code)
+    with pytest.raises(MoesaicError, match="was started with method"):
+        convert(dense, str(edited), output=tmp_path / "out", command="x", resume=True)
+    first = load_method(edited)
+    edited.write_text(code + "\n")
+    assert load_method(edited).to_dict() != first.to_dict()
+    assert "code" not in load_method("cmoe").to_dict()

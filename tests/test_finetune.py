@@ -6,6 +6,7 @@ import copy
 import csv
 import errno
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -481,6 +482,12 @@ def test_a_killed_run_resumes_to_the_same_bits(
         tuned(folder, tmp_path / "out", **values)
     with pytest.raises(MoesaicError, match="was started with settings"):
         tuned(folder, tmp_path / "out", resume=True, **values | {"lora_lr": 2e-3})
+    if "distill" in values:
+        shutil.copytree(dense, tmp_path / "kept")
+        tiny_model("llama", seed=1).save_pretrained(dense)
+        with pytest.raises(MoesaicError, match="was started with teacher's weights"):
+            tuned(folder, tmp_path / "out", resume=True, **values)
+        shutil.copytree(tmp_path / "kept", dense, dirs_exist_ok=True)
     tuned(folder, tmp_path / "out", resume=True, **values)
     one, two = (
         load_model(tmp_path / "whole").state_dict(),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import subprocess
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -528,6 +530,35 @@ def test_what_learns_runs_as_before_and_stays_as_it_lies() -> None:
     with torch.enable_grad():
         other(x).sum().backward()
     assert other.experts.down_proj.grad is not None
+
+
+@pytest.mark.parametrize("part", ["experts", "shared_expert"])
+def test_what_learns_in_evaluation_stays_as_it_lies(part: str) -> None:
+    """Dropout is often switched off so; the first backward pass tells."""
+    block = block_of((13, 12, 9, 4, 40))
+    x = torch.randn(5, 40)
+    learning = getattr(block, part)
+    learning.requires_grad_()
+    with torch.enable_grad():
+        block(x).sum().backward()
+    block.zero_grad(set_to_none=True)
+    assert block_forward(block, x) is None
+    assert block.experts.down_proj.is_contiguous()
+    assert block.shared_expert.down_proj.weight.is_contiguous()
+    copied = copy.deepcopy(block)
+    assert block_forward(copied, x) is None
+
+
+def test_a_block_that_ran_can_be_freed() -> None:
+    """What is known of it is kept beside it, and must not hold it."""
+    block = block_of((13, 12, 9, 4, 40))
+    assert block_forward(block, torch.randn(5, 40)) is not None
+    reference = weakref.ref(block)
+    weight = weakref.ref(block.experts.down_proj)
+    del block
+    gc.collect()
+    assert reference() is None
+    assert weight() is None
 
 
 def test_an_index_beyond_the_experts_is_nobodys() -> None:

@@ -155,6 +155,7 @@ def test_whole_budgets_by_hand() -> None:
 def test_budgets_keep_their_sum_and_bounds(data: st.DataObject) -> None:
     layers, routed = data.draw(st.integers(2, 9)), data.draw(st.integers(2, 40))
     mean = data.draw(st.integers(1, routed))
+    most = data.draw(st.integers(mean, routed))
     least = max(min(budgets.LEAST, mean / routed / 2), 1 / routed)
     share_L = torch.full((layers,), mean / routed, dtype=torch.float64)
     for _ in range(3):
@@ -162,13 +163,13 @@ def test_budgets_keep_their_sum_and_bounds(data: st.DataObject) -> None:
         value_L = torch.tensor(
             data.draw(st.lists(values, min_size=layers, max_size=layers)), dtype=torch.float64
         )
-        share_L = moved(share_L, value_L, least)
+        share_L = moved(share_L, value_L, least, most / routed)
         assert float(share_L.mean()) == pytest.approx(mean / routed, abs=1e-9)
         assert float(share_L.min()) >= least
-        assert float(share_L.max()) <= 1
-        found = whole_budgets(share_L, routed, mean * layers)
+        assert float(share_L.max()) <= most / routed
+        found = whole_budgets(share_L, routed, mean * layers, most)
         assert sum(found) == mean * layers
-        assert all(1 <= budget <= routed for budget in found)
+        assert all(1 <= budget <= most for budget in found)
         exact_L = share_L * routed
         assert all(abs(b - float(e)) < 1 for b, e in zip(found, exact_L, strict=True))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -107,3 +109,25 @@ def test_who_is_turned_away_gets_the_product() -> None:
     many = linear(x_TI[None])
     assert few.shape == (1, 2, 24)
     torch.testing.assert_close(few, many[:, :2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_weight_that_learns_stays_as_it_lies(training: bool) -> None:
+    """The fused optimiser reads gradients and weights in one order."""
+    linear = linear_of(33, 65, dtype=torch.float32).train(training)
+    x_TI = torch.randn(2, 33)
+    linear(x_TI).sum().backward()
+    with torch.no_grad():
+        assert linear_forward(linear, x_TI) is None
+    assert linear.weight.is_contiguous()
+    other = copy.deepcopy(linear)
+    with torch.no_grad():
+        assert linear_forward(other, x_TI) is None
+
+
+def test_a_call_with_gradients_in_evaluation_is_no_training() -> None:
+    linear = linear_of(33, 65, dtype=torch.float32).eval()
+    x_TI = torch.randn(2, 33)
+    linear(x_TI)
+    with torch.no_grad():
+        assert linear_forward(linear, x_TI) is not None

@@ -208,6 +208,18 @@ def test_a_dense_model_with_a_name_of_its_own(base: str) -> None:
     assert dense_of("out", made_from(base)) == base
 
 
+@pytest.mark.parametrize(
+    "base", ["../victim", "/etc", "~/models", "models/..", "./model", "a/b/c", "", "..", "a b/c"]
+)
+def test_a_path_that_a_checkpoint_names_is_not_followed(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert dense_of("out", made_from(base)) is None
+
+
 def test_a_dense_model_beside_the_converted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from moesaic.evaluate.tasks import load_questions
 from moesaic.experiments import load_balance
 from moesaic.experiments import study as study_module
 from moesaic.experiments.contents import EXPERIMENTS, chosen
+from moesaic.experiments.digests import digest_of
 from moesaic.experiments.figure import draw
 from moesaic.experiments.flops import CONFIGS
 from moesaic.experiments.page import markdown
@@ -306,7 +307,7 @@ def test_the_paper_s_model_is_that_of_its_table() -> None:
 
 @pytest.mark.parametrize(
     ("context", "prompts"),
-    [(4096, (3968,)), (16_000, (4096, 15_872)), (32_768, (4096, 32_000))],
+    [(4096, (3967,)), (16_000, (4096, 15_871)), (32_768, (4096, 32_000))],
 )
 def test_prompts_leave_room_for_the_tokens_after_them(
     context: int, prompts: tuple[int, ...]
@@ -437,6 +438,38 @@ def test_a_text_that_has_changed_is_another(run: Run, tmp_path: Path) -> None:
     code, _, error = run("demo", *options)
     assert code == 2
     assert "was made with contents = {'wiki': " in error
+
+
+def test_a_model_that_has_changed_is_another(run: Run, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_path(), model)
+    options = ["--output", tmp_path / "out", "--tables", "hidden_states"]
+    assert run(model, *options)[0] == 0
+    assert run(model, *options)[0] == 0
+    [weights] = model.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, _, error = run(model, *options)
+    assert code == 2
+    assert "was made with weights = " in error
+
+
+def test_digests_are_of_names_and_contents(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("one")
+    first = digest_of(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert digest_of(tmp_path / "copy") == first
+    (folder / "a.jsonl").write_text("two")
+    second = digest_of(folder)
+    (folder / "a.jsonl").rename(folder / "b.jsonl")
+    third = digest_of(folder)
+    assert len({first, second, third}) == 3
+    (folder / "notes.txt").write_text("mine")
+    assert digest_of(folder, (".jsonl",)) == third
+    assert digest_of("somebody/model") is None
 
 
 def test_a_folder_in_the_way(run: Run, tmp_path: Path, folder: Path) -> None:

@@ -383,8 +383,14 @@ def test_long_prompts_go_through_a_cpu_in_small_batches(
     assert lm.batch_size == "auto"
 
 
-def test_written_answers_are_greedy(demo: Any, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [None, "griffin"])
+def test_written_answers_are_greedy(
+    method: str | None, demo: Any, data: Path, tmp_path: Path
+) -> None:
+    """Whatever else is asked: the neurons of a prompt are chosen by it alone."""
     tokenizer = load_tokenizer("demo")
+    if method is not None:
+        demo, _ = moesaic.convert("demo", method, sparsity=0.5, samples=4, settings={"prompt": 8})
     asked = load_questions({"humaneval": 0}, 3, data, tmp_path)
     part = asked["humaneval"].parts["humaneval"]
     part.config.generation_kwargs["max_gen_toks"] = 12

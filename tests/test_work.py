@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import moesaic
 from moesaic.conversion.options import Scope, make_budget
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.errors import MoesaicError
+from moesaic.evaluate import work
 from moesaic.evaluate.work import Macs, count_macs, meta_model
 from moesaic.layout import Layout
 from tests.families import tokens
@@ -330,3 +332,11 @@ def test_mixture_layers_that_stay_count_in_whole(kept: tuple[int, ...], fraction
     plan = plan_of(config, "cmoe", "S2A3E8", kept)
     assert plan.macs.ffn == pytest.approx(fraction * plan.dense_macs.ffn)
     assert plan.macs.active_ffn_fraction == pytest.approx(fraction)
+
+
+def test_linear_attention_has_no_scores() -> None:
+    types = ["linear_attention", "linear_attention", "full_attention", "conv"]
+    config = SimpleNamespace(
+        num_attention_heads=2, head_dim=8, num_hidden_layers=4, layer_types=types
+    )
+    assert work._scores(config, 10) == 2 * 16 * seen_by_loops(10, None)

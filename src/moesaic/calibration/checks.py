@@ -42,6 +42,14 @@ def check_weights(ffns: FFNs, model: Any) -> str:
     return digest.hexdigest()
 
 
+def digest_of_tokens(windows_NL: Tensor) -> str:
+    """Of the ids and of how they are cut: other windows are other contexts."""
+    shape = str(tuple(windows_NL.shape))
+    digest = hashlib.sha256(shape.encode())
+    digest.update(windows_NL.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def checksum(values: Tensor) -> int:
     """The sum of the numbers that its bytes are, read as whole ones.
 

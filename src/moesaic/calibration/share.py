@@ -85,7 +85,8 @@ class Share:
     def in_turn(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
         """The blocks of all processes, in their order, on every one of them.
 
-        Who holds a block sends it to the others: one block at a time is held besides.
+        Who holds a block sends it to the others. Every process holds all blocks of its own,
+        and one more.
         """
         if self.processes == 1:
             yield from blocks

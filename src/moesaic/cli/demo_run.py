@@ -70,7 +70,8 @@ def run_demo(
             output=target,
             overwrite=overwrite,
             dtype="float32",
-            command=f"moesaic convert demo --layout {layout} --output {output} --dtype float32",
+            command=f"moesaic convert demo --layout {layout} --samples {SAMPLES} "
+            f"--output {output} --dtype float32",
         )
         if target is not None:
             model = load_model(target)

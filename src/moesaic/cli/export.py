@@ -173,9 +173,9 @@ def _table(report: ExportReport) -> Table:
             "tokens that change experts: share that now runs others than before",
         ],
     )
-    for layer, scale in enumerate(report.scales):
+    for scale in report.scales:
         table.add_row(
-            str(layer),
+            str(scale.layer),
             f"{scale.factor:.3g}",
             f"{scale.gate_error:.1e}",
             f"{scale.changed:.3%}",

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from moesaic.comparison.entries import EQUAL_WORK, METHOD
-from moesaic.comparison.options import NEAR, SPARSITY, Goal
+from moesaic.comparison.options import FFN_BYTES, NEAR, Goal
 
 DEAD = 0.05  # of the mean load, below which an expert counts as dead
 
@@ -169,10 +169,10 @@ def _row(
         sparsity=first.sparsity,
         layout=first.layout,
         active_ffn_fraction=first.active_ffn_fraction,
-        macs=first.macs,
-        bytes=first.bytes,
-        ffn_macs=first.ffn_macs,
-        ffn_bytes=first.ffn_bytes,
+        macs=statistics.mean(cell.macs for cell in cells),
+        bytes=statistics.mean(cell.bytes for cell in cells),
+        ffn_macs=statistics.mean(cell.ffn_macs for cell in cells),
+        ffn_bytes=statistics.mean(cell.ffn_bytes for cell in cells),
         ratio=means,
         spread=spreads,
         seeds=len(cells),
@@ -259,20 +259,16 @@ def _untuned(rows: list[Row]) -> list[str]:
 
 def _remarks_at(goal: Goal, rows: list[Row]) -> list[str]:
     """Of the rows of one table, best first."""
+    lines = []
+    for row in rows:
+        missed = _missed(goal, row)
+        if missed is not None:
+            lines.append(missed)
     rivals = [rank for rank, row in enumerate(rows) if _is_static_rival(row)]
     equal_neurons = [rank for rank in rivals if rows[rank].role != EQUAL_WORK]
     if not equal_neurons:
-        return []
-    where = "" if goal.at is None else f"at {goal.words} "
-    lines = []
-    for row in rows:
-        if goal.equal == SPARSITY and row.role != EQUAL_WORK:
-            active = row.active_ffn_fraction
-            distance = abs(active - (1 - (goal.at or 0)))
-            if distance > NEAR and (row.routes or row.repairs):
-                lines.append(
-                    f"{where}{row.method} runs {active:.1%}: its experts fit no nearer"
-                )
+        return lines
+    where = _where(goal)
     for rank in rivals:
         rival = rows[rank]
         worse = rows[rank + 1 :]
@@ -288,6 +284,36 @@ def _remarks_at(goal: Goal, rows: list[Row]) -> list[str]:
                 f"{where}static pruning beats {row.method} in layer {layers}"
             )
     return lines
+
+
+def _where(goal: Goal) -> str:
+    """A table's budget, as a line begins with it; nothing for one layout."""
+    return "" if goal.at is None else f"at {goal.words} "
+
+
+def _missed(goal: Goal, row: Row) -> str | None:
+    """A line where a row is not near its table's budget; else None.
+
+    At equal work too: experts of a mixture that see too few tokens stay whole, which no
+    plan knows.
+    """
+    if goal.at is None or row.role == EQUAL_WORK:
+        return None
+    if goal.is_work:
+        reads = goal.equal == FFN_BYTES
+        work = row.ffn_bytes if reads else row.ffn_macs
+        if abs(work - goal.at) <= NEAR:
+            return None
+        what = "bytes" if reads else "multiply-accumulates"
+        return (
+            f"{_where(goal)}{row.method} takes {work:.1%} of the dense FFNs' {what}: "
+            "it comes no nearer"
+        )
+    active = row.active_ffn_fraction
+    distance = abs(active - (1 - goal.at))
+    if distance <= NEAR or not (row.routes or row.repairs):
+        return None
+    return f"{_where(goal)}{row.method} runs {active:.1%}: its experts fit no nearer"
 
 
 def _is_static_rival(row: Row) -> bool:

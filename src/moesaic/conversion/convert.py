@@ -5,7 +5,6 @@ The public `moesaic.convert` is in finetune/convert.py, since recovery may follo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from moesaic.calibration.checks import (
     check_on,
     check_vocabulary,
     check_weights,
+    digest_of_tokens,
 )
 from moesaic.calibration.hidden_states import Stream, check_stream
 from moesaic.calibration.share import (
@@ -246,9 +246,8 @@ class _Conversion:
 
         Of several processes the first writes it.
         """
-        needed = sum(parameter.nbytes for parameter in self.dense.parameters())
         if self.share.is_first:
-            drafts.check_space(output, needed)
+            drafts.check_space(output, self.plan.stored_bytes(self.dense.dtype))
         self._measure_dense()
         with self._draft(output) as draft:
             self.convert(draft)
@@ -369,7 +368,6 @@ class _Conversion:
     def identity(self) -> dict[str, Any]:
         """What must be equal for finished layers to be worth keeping."""
         moe = self.plan.moe
-        token_bytes = self.prepared.windows_NL.numpy().tobytes()
         experts = None
         if moe.outer is not None:
             experts = {
@@ -383,10 +381,12 @@ class _Conversion:
             "layout": moe.layout,
             "experts": experts,
             "layers": moe.layers,
+            # What met a target had equal budgets.
+            "for a target": self.options.target_ratio is not None,
             "seed": self.options.seed,
             "dtype": self.dtype,
             "device": self.device.type,
-            "calibration tokens": hashlib.sha256(token_bytes).hexdigest(),
+            "calibration tokens": digest_of_tokens(self.prepared.windows_NL),
             "versions": moe.versions | {"POT": version("POT")},
         }
         # As it will be read: tuples become lists.

@@ -148,11 +148,12 @@ def search_budgets(
     mean = sizes.num_active / routed
     one_expert = 1 / routed
     least = max(min(LEAST, mean / 2), one_expert)
+    most = _most(plan)
     share_L = torch.full((layers,), mean, dtype=torch.float64)
     unit = "neurons" if sizes.expert == 1 else "experts"
     tried: dict[Budgets, Trial] = {}
     for _ in range(1 + ROUNDS):
-        budgets = whole_budgets(share_L, routed, total)
+        budgets = whole_budgets(share_L, routed, total, most)
         if budgets not in tried:  # else too little has moved for whole experts
             numbers = ", ".join(map(str, budgets))
             line = f"{unit} per token {numbers}"
@@ -166,8 +167,18 @@ def search_budgets(
                 break
             tried[budgets] = trial
             log(f"{line}: KL divergence {trial.divergence:.4f}")
-        share_L = moved(share_L, tried[budgets].value_L, least)
+        value_L = tried[budgets].value_L
+        share_L = moved(share_L, value_L, least, most / routed)
     return min(tried, key=lambda budgets: tried[budgets].divergence)
+
+
+def _most(plan: Plan) -> int:
+    """Experts that a layer can run on average: all, or the most that one token may."""
+    routed = plan.sizes.num_routed
+    router = plan.moe.router
+    if router is None or router.cap is None:
+        return routed
+    return min(router.cap, routed)
 
 
 def _can_differ(plan: Plan, ffns: FFNs, log: Callable[[str], Any]) -> bool:
@@ -326,10 +337,12 @@ def _shifted(shift: Tensor, layer: int, bump_L: list[Tensor]) -> View:
     return gates
 
 
-def moved(share_L: Tensor, value_L: Tensor, least: float) -> Tensor:
+def moved(
+    share_L: Tensor, value_L: Tensor, least: float, most: float = 1.0
+) -> Tensor:
     """Shares of the same mean, larger where an expert is worth more.
 
-    By at most about STEP. They stay within [least, 1].
+    By at most about STEP. They stay within [least, most].
     """
     scale = value_L.abs().mean().clamp(min=1e-30)
     above_mean_L = (value_L - value_L.mean()) / scale
@@ -340,43 +353,47 @@ def moved(share_L: Tensor, value_L: Tensor, least: float) -> Tensor:
     high = 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        mean = (stepped_L + middle).clamp(least, 1).mean()
+        mean = (stepped_L + middle).clamp(least, most).mean()
         if mean < share_L.mean():
             low = middle
         else:
             high = middle
-    return (stepped_L + high).clamp(least, 1)
+    return (stepped_L + high).clamp(least, most)
 
 
-def whole_budgets(share_L: Tensor, routed: int, total: int) -> tuple[int, ...]:
-    """Whole experts of the given sum, at least 1 and at most `routed` in a layer.
+def whole_budgets(
+    share_L: Tensor, routed: int, total: int, most: int | None = None
+) -> tuple[int, ...]:
+    """Whole experts of the given sum, at least 1 and at most `most` of them in a layer.
 
-    By the largest remainders.
+    That is `routed` unless it is given. By the largest remainders.
     """
+    if most is None:
+        most = routed
     exact = []
     budgets = []
     for share in share_L:
         value = float(share) * routed
         at_least_one = max(int(value), 1)
         exact.append(value)
-        budgets.append(min(at_least_one, routed))
+        budgets.append(min(at_least_one, most))
     missing = total - sum(budgets)
     while missing != 0:
         step = 1 if missing > 0 else -1
-        nearest = _nearest(exact, budgets, step, routed)
+        nearest = _nearest(exact, budgets, step, most)
         budgets[nearest] += step
         missing -= step
     return tuple(budgets)
 
 
 def _nearest(
-    exact: list[float], budgets: list[int], step: int, routed: int
+    exact: list[float], budgets: list[int], step: int, most: int
 ) -> int:
     """The layer that a step brings closest to its exact budget."""
     can_step = [
         layer
         for layer, budget in enumerate(budgets)
-        if 1 <= budget + step <= routed
+        if 1 <= budget + step <= most
     ]
     return max(
         can_step, key=lambda layer: step * (exact[layer] - budgets[layer])

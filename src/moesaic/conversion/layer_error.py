@@ -37,7 +37,8 @@ REFERENCE_TOKENS = 4096
 class LayerReport:
     """Quality of one converted layer on `tokens` calibration tokens.
 
-    `heldout` says that they lie in windows that nothing was fitted to.
+    `heldout` says that nothing was fitted to them: nor to their windows, where there are
+    eight or more.
     `relative_error` is the paper's objective (eq. 2) over the output's own energy,
     mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2, and `references` are the same for other
     ways to spend the budget: `static` and `static-repaired` (the best neurons; the

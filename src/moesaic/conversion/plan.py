@@ -105,6 +105,19 @@ class Plan:
             return oracle_bytes(self.dense_bytes, dense, saved_weights)
         return count_bytes(self._skeleton)
 
+    def stored_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the result's weights in files; codes of low-bit copies stay as they are."""
+        named = self._skeleton.state_dict(keep_vars=True)
+        tensors = {
+            id(tensor): tensor for tensor in named.values()
+        }  # tied ones once
+        total = 0
+        for tensor in tensors.values():
+            of_dtype = tensor.is_floating_point()
+            width = dtype.itemsize if of_dtype else tensor.element_size()
+            total += tensor.numel() * width
+        return total
+
     @cached_property
     def _skeleton(self) -> Any:
         """The result without its weights."""

@@ -49,6 +49,8 @@ _REFUSED = (
     "socket.",
     "subprocess.",
 )
+# Modules in C that write files, or memory all may see, without an event of their own.
+_UNIMPORTABLE = ("_dbm", "_gdbm", "_posixshmem", "_sqlite3")
 
 
 def main() -> None:
@@ -105,6 +107,8 @@ def refuse(event: str, arguments: tuple[object, ...]) -> None:
         writes = isinstance(flags, int) and flags & _WRITING
         if writes and not _is_inside(path):
             raise PermissionError(f"writing to {path!r} is refused")
+    elif event == "import" and arguments[0] in _UNIMPORTABLE:
+        raise PermissionError(f"importing {arguments[0]} is refused")
     elif event.startswith(_REFUSED):
         raise PermissionError(f"{event} is refused")
 

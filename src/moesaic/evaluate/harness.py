@@ -45,7 +45,7 @@ from moesaic.evaluate.task_data import (
     check_subjects,
     overrides,
 )
-from moesaic.modeling import chosen_for_each_token
+from moesaic.modeling import MoesaicPromptNeurons, chosen_for_each_token
 from moesaic.progress import Ticker, progress
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -105,8 +105,16 @@ class Model(HFLM):  # type: ignore[misc]
     def generate_until(
         self, requests: list[Any], disable_tqdm: bool = True
     ) -> Any:
-        with self._told(len(requests)):
-            return super().generate_until(requests, disable_tqdm=True)
+        batch = self.batch_size_per_gpu
+        modules = self.model.modules()
+        if any(isinstance(module, MoesaicPromptNeurons) for module in modules):
+            # The padding before a short prompt would be taken for its beginning.
+            self.batch_size_per_gpu = 1
+        try:
+            with self._told(len(requests)):
+                return super().generate_until(requests, disable_tqdm=True)
+        finally:
+            self.batch_size_per_gpu = batch
 
     # The two by which the harness finds the batch `auto`. It takes as many answers as do
     # not run out of memory, which on a CPU would take other programs down.

@@ -26,6 +26,9 @@ from moesaic.modeling import (
     MoesaicThresholdedLinear,
 )
 
+# Types of layers whose queries meet no keys.
+WITHOUT_SCORES = ("linear_attention", "conv", "moe")
+
 
 @dataclass(frozen=True)
 class Macs:
@@ -328,7 +331,10 @@ def matrices(module: nn.Module | None) -> int:
 
 
 def _scores(config: Any, tokens: int) -> float:
-    """Queries times keys and probabilities times values, causal, within windows."""
+    """Queries times keys and probabilities times values, causal, within windows.
+
+    Of layers that attend: the recurrence of others is left out.
+    """
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
     if not head_dim:
@@ -340,6 +346,8 @@ def _scores(config: Any, tokens: int) -> float:
         layer_types = ["sliding_attention"] * config.num_hidden_layers
     pairs = 0  # of a query and a key that it sees
     for layer_type in layer_types:
+        if layer_type in WITHOUT_SCORES:
+            continue
         reach = tokens
         if window and layer_type == "sliding_attention":
             reach = min(window, tokens)

@@ -29,6 +29,7 @@ from moesaic.experiments.contents import (
     Experiment,
     chosen,
 )
+from moesaic.experiments.digests import WEIGHTS, digest_of
 from moesaic.experiments.figure import draw
 from moesaic.experiments.page import markdown
 from moesaic.experiments.questions import MADE_UP, write_questions
@@ -107,7 +108,10 @@ def reproduce(
         "dtype": dtype,
         "version": __version__,
     }
-    mark = settings | {"contents": _contents(texts or {})}
+    mark = settings | {
+        "contents": _contents(texts or {}),
+        "weights": digest_of(model, WEIGHTS),
+    }
     _check_folder(folder, mark)
     if not is_smoke:
         check_sources(sources, experiments)
@@ -125,6 +129,7 @@ def reproduce(
         folder=folder,
         texts=prepare_texts(sources, folder / "texts", is_smoke),
         task_data=questions,
+        questions=None if questions is None else digest_of(questions),
         allow_code_execution=allow_code_execution,
         device=device,
         dtype=dtype,
@@ -133,6 +138,7 @@ def reproduce(
     )
     asked = {
         "task_data": None if task_data is None else str(task_data),
+        "questions": study.questions,
         "allow_code_execution": allow_code_execution,
     }
     return _make_all(experiments, study, {**settings, **asked}, progress)
@@ -306,7 +312,7 @@ def _is_whole(
     path = study.folder / f"{experiment.name}.json"
     unused = set()
     if not experiment.tasks:
-        unused.add("task_data")
+        unused |= {"task_data", "questions"}
     if "humaneval" not in experiment.tasks:
         unused.add("allow_code_execution")
     try:

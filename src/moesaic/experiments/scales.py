@@ -129,8 +129,11 @@ def scale_of(name: str) -> Scale:
 
 
 def with_prompts_within(scale: Scale, context: int) -> Scale:
-    """The scale with prompts that leave room for the tokens after them."""
-    longest = context - scale.decode
+    """The scale with prompts that leave room for the tokens after them.
+
+    And for the last one's own answer, as `bench` wants.
+    """
+    longest = context - scale.decode - 1
     prompts = [min(tokens, longest) for tokens in scale.contexts]
     distinct = tuple(dict.fromkeys(prompts))
     return replace(scale, contexts=distinct)

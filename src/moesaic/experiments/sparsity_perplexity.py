@@ -39,7 +39,9 @@ def run(study: Study) -> Table:
     for skipped in reversed(study.scale.sixteenths):
         sparsity = skipped / EXPERTS
         result = study.compared(METHODS, _layout(skipped), REFERENCES)
-        notes += [line for line in result["remarks"] if "not converted" in line]
+        notes += [
+            line for line in result["remarks"] if line.startswith("without ")
+        ]
         paper = {"cmoe tuned": PAPER[sparsity]}
         rows.append(Row(f"{sparsity:g}", _perplexities(result), paper))
     [dense] = result["dense"].values()

@@ -36,13 +36,17 @@ LLAMA = "Llama-2 7B"
 
 @dataclass(frozen=True)
 class Study:
-    """One model at one scale. `tell` is told of each step."""
+    """One model at one scale. `tell` is told of each step.
+
+    `questions` is the digest of what lies in `task_data`.
+    """
 
     model: str
     scale: Scale
     folder: Path
     texts: Mapping[str, Text]
     task_data: Path | None = None
+    questions: str | None = None
     allow_code_execution: bool = False
     device: str = "auto"
     dtype: str = "auto"
@@ -214,7 +218,7 @@ class Study:
             "task": task,
             "of": self._name(model),
             "votes": list(votes),
-            "data": str(self.task_data),
+            "data": self.questions,
         }
 
         def measure() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -249,8 +249,9 @@ def _choose_scales(
         return []
     num_active = sizes_of(model.config).num_active
     inputs = router_inputs(model, ids, length)
+    layers = model.config.moesaic.layers
     scales = []
-    for x_TD, block in zip(inputs, blocks(model), strict=True):
+    for layer, x_TD, block in zip(layers, inputs, blocks(model), strict=True):
         router = block.router
         scale = choose_scale(
             x_TD,
@@ -260,7 +261,7 @@ def _choose_scales(
             options.route,
             options.epsilon,
         )
-        scales.append(scale)
+        scales.append(replace(scale, layer=layer))
     return scales
 
 

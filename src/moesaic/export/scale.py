@@ -41,6 +41,7 @@ class Scale:
     factor: float
     gate_error: float
     changed: float
+    layer: int = 0  # of the model
 
 
 def chosen(index_TK: Tensor, num_routed: int) -> Tensor:

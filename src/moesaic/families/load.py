@@ -28,6 +28,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _DEFAULT_WINDOW = 2048
 
 
@@ -483,8 +484,8 @@ def dense_of(model: str | Path, config: Any) -> str | None:
     base = base_model_of(config)
     if base is None:
         return None
-    hub_id = base.count("/") == 1
-    if base == "demo" or hub_id:
+    # No path: what a checkpoint names is not to be trusted.
+    if base == "demo" or _HUB_ID.fullmatch(base):
         return base
     bare_name = Path(base).name == base and base not in ("", "..")
     if not bare_name:

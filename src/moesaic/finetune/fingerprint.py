@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from moesaic.calibration.checks import checksum
+from moesaic.calibration.checks import checksum, digest_of_tokens
 from moesaic.finetune.prepare import TrainingInput
 from moesaic.finetune.report import FinetuneReport
 
@@ -16,28 +16,37 @@ LIBRARIES = ("torch", "transformers", "peft")
 
 
 def fingerprint(
-    inputs: TrainingInput, student: Any, report: FinetuneReport, processes: int
+    inputs: TrainingInput,
+    student: Any,
+    teacher: Any,
+    report: FinetuneReport,
+    processes: int,
 ) -> dict[str, Any]:
-    """Names, settings, and hashes of the weights and of the text. Holds no tensors."""
+    """Names, settings, and hashes of the weights and of the text. Holds no tensors.
+
+    `teacher` is the model that is imitated, None where there is none.
+    """
     settings = asdict(inputs.settings)
     as_json = json.dumps(settings)
-    token_bytes = inputs.windows_NL.numpy().tobytes()
     return {
         "model": report.model,
         "weights": _hash_of_weights(student),
         "distill": report.distill,
+        "teacher's weights": _hash_of_weights(teacher),
         "tune_teacher": report.teacher_tuned,
         "settings": json.loads(as_json),
         "merge": report.merged,
-        "training tokens": hashlib.sha256(token_bytes).hexdigest(),
+        "training tokens": digest_of_tokens(inputs.windows_NL),
         "dtype": str(student.dtype).removeprefix("torch."),
         "processes": processes,
         "versions": {name: version(name) for name in LIBRARIES},
     }
 
 
-def _hash_of_weights(model: Any) -> str:
+def _hash_of_weights(model: Any) -> str | None:
     """Of every weight's name and checksum: enough to tell models apart, and fast."""
+    if model is None:
+        return None
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         line = f"{name} {checksum(tensor.detach())}"

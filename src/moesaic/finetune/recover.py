@@ -11,7 +11,6 @@ teacher. Kept from the start, a second one would also be there while layers are 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from dataclasses import replace
@@ -22,6 +21,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from moesaic.calibration.checks import digest_of_tokens
 from moesaic.conversion.convert import convert_prepared
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
@@ -182,7 +182,6 @@ def _identity(prepared: Prepared, tokens: int) -> dict[str, Any]:
     Each half adds the weights that it begins with.
     """
     options = prepared.options
-    token_bytes = prepared.windows_NL.numpy().tobytes()
     identity = {
         "recover": tokens,
         "model": options.model_name,
@@ -192,7 +191,7 @@ def _identity(prepared: Prepared, tokens: int) -> dict[str, Any]:
         "scope": str(options.scope),
         "seed": options.seed,
         "dtype": options.dtype,
-        "calibration tokens": hashlib.sha256(token_bytes).hexdigest(),
+        "calibration tokens": digest_of_tokens(prepared.windows_NL),
     }
     text = json.dumps(identity)
     as_read: dict[str, Any] = json.loads(text)

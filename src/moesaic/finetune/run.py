@@ -162,7 +162,7 @@ def _run(
     report = new_report(inputs, student)
     measure_before(student, inputs, report)
     announce(student, inputs)
-    with open_output(inputs, student, report) as draft:
+    with open_output(inputs, student, teacher, report) as draft:
         if options.tune_teacher:
             teacher = tune_teacher(teacher, inputs, draft, report)
         trained = train_student(student, teacher, inputs, draft)
@@ -265,7 +265,7 @@ def announce(student: Any, inputs: TrainingInput) -> None:
 
 @contextmanager
 def open_output(
-    inputs: TrainingInput, student: Any, report: FinetuneReport
+    inputs: TrainingInput, student: Any, teacher: Any, report: FinetuneReport
 ) -> Iterator[Path]:
     """The folder to work in, opened by the first process.
 
@@ -273,7 +273,8 @@ def open_output(
     """
     options = inputs.options
     state = PartialState(cpu=options.use_cpu)
-    identity = fingerprint(inputs, student, report, state.num_processes)
+    processes = state.num_processes
+    identity = fingerprint(inputs, student, teacher, report, processes)
     opened: Any = nullcontext()
     if state.is_main_process:
         opened = checkpoint.open_draft(options.output, identity, options.resume)

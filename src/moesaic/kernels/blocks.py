@@ -22,15 +22,16 @@ from moesaic.kernels.experts_call import (
     run,
 )
 from moesaic.kernels.experts_fit import (
+    experts_learn,
     fits,
     is_grouped_faster,
     is_offloaded,
-    learns,
 )
 from moesaic.kernels.inputs import (
     are_hooked,
     can_be_read,
     is_plain_inference,
+    learns,
     rows_side_by_side,
 )
 
@@ -66,7 +67,9 @@ class _Known(NamedTuple):
     call: Call
     # Of every module its parts, and as they were.
     kept: list[tuple[dict[str, Any], dict[str, Any]]]
-    modules: list[nn.Module]
+    modules: list[
+        nn.Module
+    ]  # without the block itself, which would never be freed
     tensors: list[Tensor]
     places: list[tuple[Any, ...]]  # of the tensors in memory
     settings: tuple[Any, ...]
@@ -92,10 +95,10 @@ def _look_at(block: Any, x_TD: Tensor) -> _Known:
             given["shared_gate_SD"] = laid_out(shared.gate_proj.weight)
     rows_side_by_side(block.experts.down_proj)
     laid_out(first_matrix(block.experts))
-    modules = [block, *_parts_of(block)]
+    modules = _parts_of(block)
     kept = []
     tensors: list[Tensor] = []
-    for module in modules:
+    for module in [block, *modules]:
         for parts in (module._modules, module._parameters, module._buffers):
             kept.append((parts, dict(parts)))
             tensors += [
@@ -135,6 +138,7 @@ def _settings_of(
         router["num_active"],
         router.get("absolute"),
         *(experts.get(name) for name in ("neurons", "has_gate", "has_bias")),
+        type(block),
         *map(type, modules),
         x_TD.dtype,
         x_TD.device.type,
@@ -154,10 +158,12 @@ def _still_holds(
                 return False
     if _settings_of(block, known.modules, x_TD) != known.settings:
         return False
-    if _places_of(held) != known.places or are_hooked(known.modules[1:]):
+    if _places_of(held) != known.places or are_hooked(known.modules):
         return False
     experts = block._modules["experts"]
-    if learns(experts) or is_offloaded(experts):
+    if experts_learn(experts) or is_offloaded(experts):
+        return False
+    if _shared_learns(block._modules.get("shared_expert")):
         return False
     return not is_grouped_faster(experts, x_TD)
 
@@ -169,6 +175,8 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
 
     router = block.router
     if type(block) is not MoesaicBlock:  # others add to what it does
+        return False
+    if _shared_learns(block.shared_expert):
         return False
     if not _is_known_router(router, block.experts):
         return False
@@ -211,6 +219,10 @@ def _is_known_router(router: Any, experts: Any) -> bool:
         return False
     linears = [router.gate_proj, router.up_proj]
     return all(_is_linear(linear) for linear in linears if linear is not None)
+
+
+def _shared_learns(shared: Any) -> bool:
+    return shared is not None and learns(shared.down_proj)
 
 
 def _is_linear(module: Any) -> bool:

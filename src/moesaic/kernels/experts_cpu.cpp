@@ -430,6 +430,7 @@ void run_experts(const Experts<T>& experts, const int64_t* index_TK, const float
   if (y.size() < needed) y.resize(needed);
   auto way = many ? by_tokens<T> : by_neurons<T>;
   way(experts, index_TK, gate_TK, y.data(), out_TD, tokens, K, threads);
+  if (needed > static_cast<size_t>(MOST_SUMS)) Lines<float>().swap(y);  // of one long prompt
 }
 
 // --- the router ------------------------------------------------------------------------

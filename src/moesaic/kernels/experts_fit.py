@@ -19,6 +19,7 @@ from moesaic.kernels.inputs import (
     are_hooked,
     can_be_read,
     is_plain_inference,
+    learns,
 )
 
 # On a processor with AVX2 MKL multiplies faster from so large a matrix of an expert on,
@@ -29,7 +30,7 @@ MANY_TOKENS = 8
 
 def fits(experts: Any, x_TD: Tensor) -> bool:
     """Whether these experts run by the CPU's kernel, on such an input."""
-    if learns(experts) or is_offloaded(experts):
+    if experts_learn(experts) or is_offloaded(experts):
         return False
     if x_TD.device.type != "cpu" or not is_usual(experts, x_TD):
         return False
@@ -78,17 +79,9 @@ def is_grouped_faster(experts: Any, x_TD: Tensor) -> bool:
     return is_large and are_many and is_avx2
 
 
-def learns(experts: Any) -> bool:
-    """Whether gradients are wanted, or have been in training.
-
-    W_down of what learns stays as it lies: optimisers keep what belongs to its elements
-    in their order.
-    """
-    if torch.is_grad_enabled():
-        if experts.training:
-            vars(experts)["_moesaic_has_learnt"] = True
-        return True
-    return "_moesaic_has_learnt" in vars(experts)
+def experts_learn(experts: Any) -> bool:
+    """Whether W_down of these experts has to stay as it lies."""
+    return learns(experts, "down_proj")
 
 
 def is_offloaded(experts: Any) -> bool:

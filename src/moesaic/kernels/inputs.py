@@ -6,6 +6,7 @@ Shape suffixes: T tokens, D hidden_size, M neurons.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,9 @@ from moesaic.kernels import gpu
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
 
 LINE = 64  # bytes that a processor reads at once
+
+_LEARNT = "_moesaic_has_learnt"
+_WATCHED = "_moesaic_watches"
 
 _LAYING_OUT = threading.Lock()  # another thread may read what lies there now
 
@@ -77,6 +81,41 @@ def can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
         if x_TD.shape[1] not in parameter.shape[-2:]:
             return False
     return True
+
+
+def learns(module: Any, matrix: str = "weight") -> bool:
+    """Whether gradients are wanted, or a matrix of this module has had some.
+
+    What learns stays as it lies: optimisers keep what belongs to its elements in their
+    order. In evaluation a call with gradients is no training yet; the first backward
+    pass is.
+    """
+    marks = vars(module)
+    if not torch.is_grad_enabled():
+        return _LEARNT in marks
+    if module.training:
+        marks[_LEARNT] = True
+    elif not torch.compiler.is_compiling():
+        _mark_when_it_learns(module, module._parameters.get(matrix))
+    return True
+
+
+def _mark_when_it_learns(module: Any, parameter: Any) -> None:
+    """Once for each parameter; a copy of a module has others."""
+    marks = vars(module)
+    if type(parameter) is not nn.Parameter or not parameter.requires_grad:
+        return
+    if marks.get(_WATCHED) == id(parameter):
+        return
+    marks[_WATCHED] = id(parameter)
+    reference = weakref.ref(module)  # else neither would be freed
+
+    def mark(_: Tensor) -> None:
+        found = reference()
+        if found is not None:
+            vars(found)[_LEARNT] = True
+
+    parameter.register_post_accumulate_grad_hook(mark)
 
 
 def rows_side_by_side(matrix: Any) -> Tensor:

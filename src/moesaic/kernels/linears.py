@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.kernels.build import library
-from moesaic.kernels.inputs import is_plain_inference, rows_side_by_side
+from moesaic.kernels.inputs import (
+    is_plain_inference,
+    learns,
+    rows_side_by_side,
+)
 
 FEW_TOKENS = (
     4  # each reads columns of its own: more of them are faster together
@@ -73,7 +77,8 @@ def linear_forward(linear: Any, x_TI: Tensor) -> Tensor | None:
 
 
 def _fits(linear: Any, x_TI: Tensor) -> bool:
-    if not 0 < len(x_TI) <= FEW_TOKENS or torch.is_grad_enabled():
+    # Asked first: whatever the input is, the weight may learn by it.
+    if learns(linear) or not 0 < len(x_TI) <= FEW_TOKENS:
         return False
     if x_TI.dtype not in FUNCTIONS or not is_plain_inference(x_TI):
         return False

@@ -147,6 +147,7 @@ class Method(ABC):
     description: ClassVar[Description]
     needs: ClassVar[frozenset[str]] = frozenset()
     saves: ClassVar[bool] = True
+    code: ClassVar[str | None] = None  # digest of the file, of one of a user's
 
     def __post_init__(self) -> None:
         for row in fields(self):
@@ -168,12 +169,18 @@ class Method(ABC):
         return {name: getattr(self, name) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """What the configuration of a converted model keeps."""
-        return {
+        """What the configuration of a converted model keeps.
+
+        Of a user's file its digest too: what was made by other code is not gone on with.
+        """
+        values = {
             "name": self.name,
             "about": self.about,
             "settings": self.settings,
         }
+        if self.code is not None:
+            values["code"] = self.code
+        return values
 
     @abstractmethod
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -86,6 +87,7 @@ def _class_in_file(path: Path) -> type[Method]:
         )
     method_class = classes[0]
     _check_class(path, method_class)
+    method_class.code = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return method_class
 
 

@@ -25,10 +25,12 @@ from moesaic.calibration.share import Rows
 from moesaic.calibration.statistics import StatisticsKind
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
+from moesaic.layout import Layout
 from moesaic.methods.base import (
     LAYER_BUDGETS,
     REPAIRS,
     FFNShape,
+    ModelShape,
     setting,
 )
 from moesaic.methods.contents import METHODS
@@ -38,7 +40,7 @@ from moesaic.methods.expert_method import (
     fit_repair,
     mask_of,
 )
-from moesaic.modeling import RouterConfig, new_router
+from moesaic.modeling import MoEConfig, RouterConfig, new_router
 from moesaic.parts.clustering import (
     contribution_kmeans,
     random_groups,
@@ -238,9 +240,26 @@ class MoesaicDynamic(Moesaic):
         choices=(*LAYER_BUDGETS, "curves"),
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cap is not None and self.layer_budgets == "curves":
+            raise self._contradiction(
+                "layer_budgets=curves knows no cap; take gradient or uniform, or no cap"
+            )
+
     def router_config(self, ffn: FFNShape) -> RouterConfig:
         config = super().router_config(ffn)
         return replace(config, cap=self.cap)
+
+    def plan(self, shape: ModelShape, layout: Layout) -> MoEConfig:
+        moe = super().plan(shape, layout)
+        mean = moe.first_sizes.num_active
+        if self.cap is not None and self.cap < mean:
+            raise self._contradiction(
+                f"cap {self.cap} is less than the {mean} experts that run on average in "
+                f"{layout}; take {mean} or more, or a larger sparsity"
+            )
+        return moe
 
 
 def fit_router(fit: LayerFit) -> Any:

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moesaic.calibration.checks import check_on
 from moesaic.errors import MoesaicError
 from moesaic.methods.base import Budget, ModelMethod, ModelShape, setting
 from moesaic.methods.contents import METHODS
@@ -97,6 +98,7 @@ class SliceGPT(ModelMethod):
         self, model: Any, calibration: Any, plan: Any, run: Any
     ) -> list[Any]:
         """Finds axes on all calibration tokens, and keeps the largest."""
+        check_on(model, run.stream.device, f"method {self.name!r} turns")
         changes = plan.moe.changes
         kept = changes["hidden_size"]
         if self.axes == "block":

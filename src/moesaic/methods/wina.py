@@ -41,7 +41,9 @@ class Wina(LinearMethod):
         choices=SHARES,
     )
     tokens: int = setting(
-        1024, "Calibration tokens that the search is judged on, at most.", 64
+        1024,
+        "Calibration tokens that the search is judged on; one window at least.",
+        64,
     )
 
     def chosen_paths(self, shape: ModelShape) -> tuple[str, ...]:

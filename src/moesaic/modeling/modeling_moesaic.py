@@ -245,6 +245,18 @@ class _FamilyModel:
         return wanted and self.get_correct_experts_implementation(wanted)
 
 
+# What says where a model is found, and how: the configuration lies there too.
+_WHERE = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
 class _Front(PreTrainedModel):
     """What `auto_map` names: hands over to the class made for the family."""
 
@@ -255,7 +267,8 @@ class _Front(PreTrainedModel):
         cls, path: Any, *args: Any, config: Any = None, **kwargs: Any
     ) -> Any:
         if config is None:
-            config = MoesaicConfig.from_pretrained(path)
+            where = {name: kwargs[name] for name in _WHERE if name in kwargs}
+            config = MoesaicConfig.from_pretrained(path, **where)
         model_class = cls._auto._model_mapping[type(config)]
         return model_class.from_pretrained(path, *args, config=config, **kwargs)
 
