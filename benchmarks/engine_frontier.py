@@ -319,6 +319,25 @@ def named(text: str) -> dict[str, Path]:
     return {name: Path(folder) for name, _, folder in pairs}
 
 
+def check_settings(options: argparse.Namespace) -> None:
+    """What is kept under a name is of this many tokens, and of this folder."""
+    file = options.output / f"{options.engine}.settings.json"
+    known: dict[str, Any] = {"tokens": options.tokens, "models": {}}
+    if file.is_file():
+        known = json.loads(file.read_text())
+    others = [
+        name
+        for name, folder in options.models.items()
+        if known["models"].get(name, str(folder)) != str(folder)
+    ]
+    if others or known["tokens"] != options.tokens:
+        sys.exit(f"{file} has other settings; take another --output")
+    known["models"] |= {
+        name: str(folder) for name, folder in options.models.items()
+    }
+    file.write_text(json.dumps(known, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
@@ -336,6 +355,7 @@ def main() -> None:
     options.kinds = kinds.split(",")
     options.output.mkdir(parents=True, exist_ok=True)
     quieten()
+    check_settings(options)
     frontier = Frontier(options)
     frontier.fill()
     frontier.write()

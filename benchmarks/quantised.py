@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import moesaic
 from moesaic.calibration.text import read_documents
 from moesaic.evaluate.weight_bytes import count_bytes
-from moesaic.modeling import GROUP, MoesaicExperts
+from moesaic.modeling import GROUP, MoesaicExperts, MoesaicLinearRouter
 from moesaic.parts.copies import LowBits, low_bits, nearest_bits
 
 DENSE_BITS = (8, 6, 5, 4, 3)
@@ -108,10 +108,12 @@ def main() -> None:
         model = converted("moesaic", {}, sparsity)
         share = count_bytes(model).ffn / dense_bytes
         row(f"moesaic, {sparsity:.0%} skipped", model, share)
+        routers = router_bytes(model) / dense_bytes  # which keep their bits
         for bits in EXPERT_BITS:
             # In turn on the same model: 4 bits of 8 are as good as 4 bits.
             quantise_experts(model, bits)
-            smaller = share * stored_bits(bits, own_bits) / own_bits
+            of_experts = stored_bits(bits, own_bits) / own_bits
+            smaller = routers + (share - routers) * of_experts
             row(f"the same in {bits} bits", model, smaller)
 
 
@@ -125,6 +127,17 @@ def _ids(tokenizer: Any, source: str) -> Tensor:
 
 def _load(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+
+
+def router_bytes(model: Any) -> int:
+    routers = [module for module in model.modules() if is_router(module)]
+    return sum(
+        weight.nbytes for router in routers for weight in router.parameters()
+    )
+
+
+def is_router(module: nn.Module) -> bool:
+    return isinstance(module, MoesaicLinearRouter)
 
 
 def stored_bits(bits: int, scale_bits: int) -> float:

@@ -246,7 +246,7 @@ def test_resume_does_not_mix_equal_budgets_with_others(
         moesaic.convert(dense, "moesaic-dynamic", calibration=ids, target_ratio=2.0, **usual)
     monkeypatch.undo()
     assert len(saved) == 1
-    [mark] = checkpoint.draft_folder(tmp_path / "out").glob("*.json")
+    mark = checkpoint.draft_folder(tmp_path / "out") / checkpoint._DRAFT
     layout = json.loads(mark.read_text())["layout"]
     with pytest.raises(moesaic.MoesaicError, match="was started with for a target"):
         moesaic.convert(dense, "moesaic-dynamic", layout, ids, resume=True, **usual)

@@ -682,6 +682,8 @@ def test_the_command_exports_explains_and_verifies(
                 tmp_path / "new" / "report.json") == 2  # fmt: skip
     assert not inside.exists()
     assert not (tmp_path / "new").exists()
+    assert call(folder, "--explain", "--output", tmp_path / "new") == 2
+    assert "--output does not go with --explain" in capsys.readouterr().err
     assert call(folder, "--explain", "--json", report) == 0
     assert json.loads(report.read_text())["qwen2_moe"] == []
 

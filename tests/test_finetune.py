@@ -345,6 +345,7 @@ def test_a_folder_holds_all_and_exports(folder: Path, dense: Path, tmp_path: Pat
     assert report.perplexity < report.perplexity_before
     assert report.folded
     assert report.folded_perplexity == pytest.approx(report.perplexity, rel=1e-3)
+    assert report.written_perplexity == report.folded_perplexity
     assert not list(tmp_path.glob("*.partial*"))
     names = {path.name for path in output.iterdir()}
     assert names >= {

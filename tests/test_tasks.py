@@ -42,6 +42,7 @@ from tests.task_files import (
     SUBJECTS,
     arc,
     gsm8k,
+    humaneval,
     mmlu,
     piqa,
     right_choice,
@@ -384,21 +385,33 @@ def test_long_prompts_go_through_a_cpu_in_small_batches(
 
 
 @pytest.mark.parametrize("method", [None, "griffin"])
-def test_written_answers_are_greedy(
-    method: str | None, demo: Any, data: Path, tmp_path: Path
-) -> None:
+def test_written_answers_are_greedy(method: str | None, demo: Any, tmp_path: Path) -> None:
     """Whatever else is asked: the neurons of a prompt are chosen by it alone."""
     tokenizer = load_tokenizer("demo")
     if method is not None:
-        demo, _ = moesaic.convert("demo", method, sparsity=0.5, samples=4, settings={"prompt": 8})
-    asked = load_questions({"humaneval": 0}, 3, data, tmp_path)
+        demo, _ = moesaic.convert(
+            "demo",
+            method,
+            calibration="demo",
+            sparsity=0.75,
+            samples=4,
+            settings={"prompt": 8},
+            dtype="float32",
+        )
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [humaneval(number) for number in range(3)]
+    for number, row in enumerate(rows):  # of different lengths
+        row["prompt"] = "import math\n" * 5 * number + row["prompt"]
+    write_rows(folder / "humaneval.test.jsonl", rows)
+    asked = load_questions({"humaneval": 0}, 3, folder, tmp_path)
     part = asked["humaneval"].parts["humaneval"]
-    part.config.generation_kwargs["max_gen_toks"] = 12
+    part.config.generation_kwargs["max_gen_toks"] = 24
     lm = harness.Model("demo", demo, tokenizer, 512, 2)
     ask_all(lm, asked)
     for request in part.instances:
         prompt, options = request.args
-        expected = reference.write_on(demo, tokenizer, prompt, 12)
+        expected = reference.write_on(demo, tokenizer, prompt, 24)
         for stop in options["until"]:
             expected = expected.split(stop)[0]
         assert request.resps[0] == expected
@@ -595,6 +608,7 @@ def test_nothing_is_left_behind(
         (["--tasks", "piqa", "--batch-size", "large"], "--batch-size large: give auto"),
         (["--tasks", "piqa", "--text", "demo"], "--text does not go with a run that asks"),
         (["--tasks", "piqa", "--max-tokens", "9"], "--max-tokens does not go with"),
+        (["--tasks", "piqa", "--seed", "5"], "--seed does not go with a run that draws no"),
         (["--limit", "5"], "--limit does not go with a run that measures perplexity"),
         (["--allow-code-execution"], "--allow-code-execution does not go with"),
         (["--tasks", "gsm8k", "--fewshot", "8"], "lower --fewshot, which is 8"),

@@ -144,6 +144,9 @@ def evaluate_command(
         _check_unused(only_tasks, "measures perplexity on text; name --tasks")
     else:
         _check_unused(only_text, "asks questions; measure text in another run")
+        if self_consistency is None:
+            drawn = {"--seed": seed}
+            _check_unused(drawn, "draws no answers; name --self-consistency")
     quieten()
     from moesaic.families.load import choose_device
 

@@ -78,6 +78,12 @@ def export_command(
     """
     check_json_file(json_file)
     if why:
+        written = {"--format": format, "--output": output, "--verify": verify}
+        for option, value in written.items():
+            if value is not None:
+                raise MoesaicError(
+                    f"{option} does not go with --explain, which writes nothing; leave one out"
+                )
         _explain(model, json_file, trust_remote_code)
         return
     if format is None or output is None:

@@ -235,8 +235,9 @@ def _print(report: FinetuneReport, output: Path) -> None:
             f"perplexity on {report.heldout} ({report.heldout_tokens} tokens): "
             f"{report.perplexity_before:.4f} before, {report.perplexity:.4f} after"
         )
-    if report.teacher_perplexity is not None and report.perplexity is not None:
-        ratio = report.perplexity / report.teacher_perplexity
+    written = report.written_perplexity
+    if report.teacher_perplexity is not None and written is not None:
+        ratio = written / report.teacher_perplexity
         out.print(
             f"dense model tuned likewise: {report.teacher_perplexity:.4f}, ratio {ratio:.4f}"
         )

@@ -105,7 +105,7 @@ class Model(HFLM):  # type: ignore[misc]
     def generate_until(
         self, requests: list[Any], disable_tqdm: bool = True
     ) -> Any:
-        batch = self.batch_size_per_gpu
+        batch: int = self.batch_size_per_gpu  # type: ignore[has-type]
         modules = self.model.modules()
         if any(isinstance(module, MoesaicPromptNeurons) for module in modules):
             # The padding before a short prompt would be taken for its beginning.

@@ -54,6 +54,11 @@ class FinetuneReport:
         return asdict(self)
 
     @property
+    def written_perplexity(self) -> float | None:
+        """Of the model as it was written: with its gates folded, if they were."""
+        return self.folded_perplexity if self.folded else self.perplexity
+
+    @property
     def public_names(self) -> tuple[str, str | None]:
         """Of the model and the one it imitates, without private paths."""
         model = _public_name(self.model)
