@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from moesaic.finetune.lora import routers_of
 from moesaic.methods.base import FFNMethod
 from moesaic.modeling import ConfigError, MoEConfig
 from moesaic.output import draft as checkpoint
+from moesaic.parts.thresholds import choice_thresholds, soft_choice
 from tests.families import CONTEXT, HIDDEN, LAYERS, tiny_model, tokens
 from tests.mixtures import tiny_mixture
 
@@ -49,8 +51,8 @@ DYNAMIC = "moesaic-dynamic"
 LAYOUT, ROUTED, MEAN = "S2A4E10", 8, 4
 
 
-def plan_for(model: Any, layout: str = LAYOUT, **settings: Any) -> Plan:
-    method = load_method(DYNAMIC, settings)
+def plan_for(model: Any, layout: str = LAYOUT, name: str = DYNAMIC, **settings: Any) -> Plan:
+    method = load_method(name, settings)
     return make_plan(model.config, "tiny", method, make_budget(layout))
 
 
@@ -84,12 +86,16 @@ def shared(model: Any) -> tuple[Plan, list[str]]:
 # --- one more expert ---------------------------------------------------------------------------
 
 
-def test_marginal_values_are_what_a_loop_over_gates_finds() -> None:
-    """Every gate of every token a leaf of its own; bumps expert by expert."""
+@pytest.mark.parametrize("name", [DYNAMIC, "moesaic"])
+def test_marginal_values_are_what_a_loop_over_gates_finds(name: str) -> None:
+    """Every gate of every token a leaf of its own; bumps expert by expert.
+
+    Around 0 where thresholds choose, else half-way between the last that runs and the next.
+    """
     model, probe = tiny_model("llama"), tokens(3, 12, seed=5)
     with torch.no_grad():
         wanted = [model(input_ids=ids, use_cache=False).logits for ids in probe.split(1)]
-    ffns, plan = find_ffns(model), plan_for(model)
+    ffns, plan = find_ffns(model), plan_for(model, name=name)
     with ffns.restored():
         blocks = trial(ffns, plan)
         seen: list[list[Any]] = [[] for _ in blocks]
@@ -114,6 +120,9 @@ def test_marginal_values_are_what_a_loop_over_gates_finds() -> None:
             worth = weight = 0.0
             for gate_TR, score_TR in calls:
                 for row, gradient in zip(score_TR, gate_TR.grad, strict=True):
+                    if name == "moesaic":
+                        best = row.sort(descending=True).values
+                        row = row - (best[MEAN - 1] + best[MEAN]) / 2
                     for score, slope in zip(row, gradient, strict=True):
                         soft = torch.sigmoid(score / (0.3 * row.std(unbiased=False))).detach()
                         worth -= float(soft * (1 - soft) * slope) * probe.numel()
@@ -127,6 +136,31 @@ def test_marginal_values_are_what_a_loop_over_gates_finds() -> None:
     assert len(set(value_L.tolist())) == LAYERS
     assert all(p.requires_grad for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_nobody_can_be_added_where_all_run() -> None:
+    router = SimpleNamespace(chooser="topk", num_active=4)
+    value_TR = torch.randn(5, 4)
+    soft_TR = soft_choice(value_TR, choice_thresholds(router, value_TR))
+    assert torch.equal(soft_TR, torch.ones(5, 4))
+
+
+def test_layers_of_the_k_best_share_a_budget_too(tmp_path: Path) -> None:
+    """A layer that adds nothing runs fewer experts; the model is saved and loaded so."""
+    model = uneven(1)
+    dense = tmp_path / "dense"
+    model.save_pretrained(dense)
+    output = tmp_path / "out"
+    settings = {"layer_budgets": "gradient"}
+    _, report = moesaic.convert(dense, "moesaic", LAYOUT, WINDOWS, settings=settings, output=output)
+    found = report.budgets
+    assert sum(found) == MEAN * LAYERS
+    assert found[1] == min(found) < MEAN
+    again = AutoModelForCausalLM.from_pretrained(output)
+    assert again.config.moesaic.budgets == found
+    ids = tokens(2, 12, seed=3)
+    with torch.no_grad():
+        assert torch.isfinite(again(ids).logits).all()
 
 
 # --- how budgets move --------------------------------------------------------------------------

@@ -7,8 +7,9 @@ token in layer l takes
     m_l = - sum_tj w_tj dL/dg_tj / sum_tj w_tj
 
 off the loss L, the KL divergence from the dense model's predictions, summed over
-tokens; g_tj is the gate of expert j for token t, and w a bump around the threshold: the
-experts that a small shift of it would add. Where budgets are best, all m_l are equal,
+tokens; g_tj is the gate of expert j for token t, and w a bump around the threshold, or
+where the K best run half-way between the K-th score and the next: the experts that a
+small shift of it would add. Where budgets are best, all m_l are equal,
 so each round moves experts from layers below their mean to layers above. A round
 converts anew, since a repair depends on who runs.
 
@@ -40,7 +41,7 @@ from moesaic.methods.base import FFNMethod
 from moesaic.modeling import MoesaicReplacement, View
 from moesaic.parts.gradients import without_gradients
 from moesaic.parts.repair import TOKENS_PER_NEURON
-from moesaic.parts.thresholds import soft_choice
+from moesaic.parts.thresholds import choice_thresholds, soft_choice
 
 ROUNDS = 4
 # Tokens whose probabilities of all words are held at once, in float32.
@@ -329,7 +330,9 @@ def _shifted(shift: Tensor, layer: int, bump_L: list[Tensor]) -> View:
         router: Any, values: Callable[[], Tensor], gate_TR: Tensor
     ) -> Tensor:
         with torch.no_grad():
-            soft_TR = soft_choice(values())
+            value_TR = values()
+            threshold = choice_thresholds(router, value_TR)
+            soft_TR = soft_choice(value_TR, threshold)
             bump_TR = soft_TR * (1 - soft_TR)
             bump_L[layer] = bump_L[layer] + bump_TR.sum()
         return gate_TR.detach().float() + shift * bump_TR

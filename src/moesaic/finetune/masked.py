@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moesaic.finetune.lora import blocks_of
-from moesaic.parts.thresholds import soft_choice
+from moesaic.parts.thresholds import choice_thresholds, soft_choice
 
 
 def straight_through(
@@ -35,21 +34,10 @@ def straight_through(
     if router.choice_width is not None:
         soft_TR = (value_TR / router.choice_width).sigmoid()
     else:
-        threshold = _thresholds(router, value_TR)
+        threshold = choice_thresholds(router, value_TR)
         soft_TR = soft_choice(value_TR, threshold)
     straight_TR: Tensor = soft_TR - soft_TR.detach()
     return gate_TR + straight_TR
-
-
-@torch.no_grad()
-def _thresholds(router: Any, value_TR: Tensor) -> Tensor | float:
-    """What values are compared with: 0, or half-way between the K-th and the next."""
-    if router.chooser == "threshold":
-        return 0.0
-    count = router.num_active + 1
-    best = value_TR.topk(count, dim=-1).values
-    last_two = best[:, -2:]
-    return last_two.mean(dim=-1, keepdim=True)
 
 
 @contextmanager

@@ -110,9 +110,9 @@ class Moesaic(ExpertMethod):
     )
     layer_budgets: str = setting(  # type: ignore[misc]
         "uniform",
-        "How many experts each layer runs: uniform, or as many as curves say; stock "
-        "exports need uniform.",
-        choices=("uniform", "curves"),
+        "How many experts each layer runs: uniform, or as many as gradients or curves "
+        "say; stock exports need uniform.",
+        choices=(*LAYER_BUDGETS, "curves"),
     )
 
     def __post_init__(self) -> None:

@@ -39,6 +39,23 @@ def soft_choice(value_TR: Tensor, threshold_T1: Tensor | float = 0.0) -> Tensor:
 
 
 @torch.no_grad()
+def choice_thresholds(router: Any, value_TR: Tensor) -> Tensor | float:
+    """What a router's values are compared with, for `soft_choice`.
+
+    0 where thresholds choose; else (T, 1), half-way between the last value that runs and
+    the next, and below all values where all run.
+    """
+    if router.chooser == "threshold":
+        return 0.0
+    if router.num_active >= value_TR.shape[-1]:
+        return -torch.inf
+    count = router.num_active + 1
+    best = value_TR.topk(count, dim=-1).values
+    last_two = best[:, -2:]
+    return last_two.mean(dim=-1, keepdim=True)
+
+
+@torch.no_grad()
 def thresholds(score_TR: Tensor, share: float) -> Tensor:
     """A threshold (R,) per expert that round(share * T) of its scores exceed.
 
