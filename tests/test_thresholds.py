@@ -164,7 +164,7 @@ def block_of(method: Any, family: str = "qwen3", layout: str = "S3A3E8", **more:
 
 
 def router_with(cap: int | None, experts: int = 5) -> Any:
-    router = block_of(BY_THRESHOLD["dynamic"], cap=cap).router
+    router = block_of(BY_THRESHOLD["dynamic"], layout="S3A1E8", cap=cap).router
     assert router.selection_bias.shape == (experts,)
     return router
 

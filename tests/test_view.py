@@ -45,7 +45,7 @@ EQUAL = {"layer_budgets": "uniform"}
 METHODS: dict[str, Method] = {
     "moesaic": load_method("moesaic"),
     "dynamic": load_method("moesaic-dynamic", EQUAL),
-    "capped": load_method("moesaic-dynamic", EQUAL | {"cap": 1}),
+    "capped": load_method("moesaic-dynamic", EQUAL | {"cap": 7}),
     "linear": load_method("moesaic-dynamic", EQUAL | {"directions": 0}),
     "quadratic": load_method("moesaic", {"directions": 24}),
     "cmoe": load_method("cmoe"),
@@ -62,6 +62,8 @@ def converted(family: str, method: Any, layout: str) -> Any:
     assert isinstance(replacement, MoesaicReplacement)
     assert replacement.view is None  # as a user gets it
     for router in replacement.router_modules().values():
+        if getattr(method, "cap", None) is not None:
+            router.cap = 1  # so that it bites, whatever the layout
         if hasattr(router, "expert_scale"):
             with torch.no_grad():
                 router.expert_scale.normal_()
