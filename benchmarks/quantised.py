@@ -130,14 +130,11 @@ def _load(name: str) -> Any:
 
 
 def router_bytes(model: Any) -> int:
-    routers = [module for module in model.modules() if is_router(module)]
-    return sum(
-        weight.nbytes for router in routers for weight in router.parameters()
-    )
-
-
-def is_router(module: nn.Module) -> bool:
-    return isinstance(module, MoesaicLinearRouter)
+    total = 0
+    for module in model.modules():
+        if isinstance(module, MoesaicLinearRouter):
+            total += sum(weight.nbytes for weight in module.parameters())
+    return total
 
 
 def stored_bits(bits: int, scale_bits: int) -> float:

@@ -457,4 +457,4 @@ def test_a_method_s_file_that_was_edited_is_another_method(dense: Path, tmp_path
     first = load_method(edited)
     edited.write_text(code + "\n")
     assert load_method(edited).to_dict() != first.to_dict()
-    assert "code" not in load_method("cmoe").to_dict()
+    assert "file_digest" not in load_method("cmoe").to_dict()

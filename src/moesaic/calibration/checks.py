@@ -42,11 +42,11 @@ def check_weights(ffns: FFNs, model: Any) -> str:
     return digest.hexdigest()
 
 
-def digest_of_tokens(windows_NL: Tensor) -> str:
-    """Of the ids and of how they are cut: other windows are other contexts."""
-    shape = str(tuple(windows_NL.shape))
+def digest_of_tokens(ids: Tensor) -> str:
+    """Of ids and of how they are cut: other windows are other contexts."""
+    shape = str(tuple(ids.shape))
     digest = hashlib.sha256(shape.encode())
-    digest.update(windows_NL.numpy().tobytes())
+    digest.update(ids.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet, check_samples
-from moesaic.calibration.checks import check_vocabulary, check_weights
+from moesaic.calibration.checks import (
+    check_vocabulary,
+    check_weights,
+    digest_of_tokens,
+)
 from moesaic.calibration.hidden_states import check_stream
 from moesaic.calibration.text import has_heldout_split, to_ids
 from moesaic.comparison.entries import Entries, Entry, make_entries
@@ -25,7 +29,7 @@ from moesaic.comparison.options import (
 )
 from moesaic.comparison.results import Results
 from moesaic.comparison.rows import Cell
-from moesaic.comparison.trials import Evaluation, Trials, digest, pass_seconds
+from moesaic.comparison.trials import Evaluation, Trials, pass_seconds
 from moesaic.conversion.prepare import hold_out, usual_samples
 from moesaic.errors import MoesaicError, reason_of
 from moesaic.families import find_ffns
@@ -325,7 +329,7 @@ def _settings(
         "dtype": str(dense.dtype).removeprefix("torch."),
         "device": dense.device.type,
         "calibration": calibration,
-        "calibration_tokens": digest(tokens.ids),
+        "calibration_tokens": digest_of_tokens(tokens.ids),
         "texts": tokens.evaluation.digests(),
         "max_tokens": options.max_tokens,
         "finetune": _finetune_settings(recovery),
@@ -427,7 +431,7 @@ def _finetune_settings(recovery: Recovery | None) -> dict[str, Any] | None:
         "sequence_length": recovery.settings.sequence_length,
         "teacher": recovery.has_teacher,
         "settings": recovery.settings.to_dict(),
-        "tokens": digest(recovery.windows_NL),
+        "tokens": digest_of_tokens(recovery.windows_NL),
     }
 
 

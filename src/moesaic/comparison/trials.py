@@ -6,7 +6,6 @@ Shape suffixes: N windows, L tokens of one, B windows of a batch.
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet
-from moesaic.calibration.checks import check_on
+from moesaic.calibration.checks import check_on, digest_of_tokens
 from moesaic.calibration.hidden_states import BLOCK_TOKENS, Stream
 from moesaic.comparison.entries import Entry
 from moesaic.comparison.equal_work import over_dense
@@ -52,13 +51,8 @@ class Evaluation:
         digests = {}
         for name, ids in self.texts.items():
             evaluated = ids[: self.max_tokens]
-            digests[name] = digest(evaluated)
+            digests[name] = digest_of_tokens(evaluated)
         return digests
-
-
-def digest(ids: Tensor) -> str:
-    content = ids.numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()
 
 
 @torch.no_grad()

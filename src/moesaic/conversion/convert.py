@@ -382,7 +382,7 @@ class _Conversion:
             "experts": experts,
             "layers": moe.layers,
             # What met a target had equal budgets.
-            "for a target": self.options.target_ratio is not None,
+            "target ratio": self.options.target_ratio,
             "seed": self.options.seed,
             "dtype": self.dtype,
             "device": self.device.type,

@@ -147,7 +147,7 @@ class Method(ABC):
     description: ClassVar[Description]
     needs: ClassVar[frozenset[str]] = frozenset()
     saves: ClassVar[bool] = True
-    code: ClassVar[str | None] = None  # digest of the file, of one of a user's
+    file_digest: ClassVar[str | None] = None  # of the file of a user's method
 
     def __post_init__(self) -> None:
         for row in fields(self):
@@ -178,8 +178,8 @@ class Method(ABC):
             "about": self.about,
             "settings": self.settings,
         }
-        if self.code is not None:
-            values["code"] = self.code
+        if self.file_digest is not None:
+            values["file_digest"] = self.file_digest
         return values
 
     @abstractmethod

@@ -87,7 +87,8 @@ def _class_in_file(path: Path) -> type[Method]:
         )
     method_class = classes[0]
     _check_class(path, method_class)
-    method_class.code = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    content = hashlib.sha256(path.read_bytes())
+    method_class.file_digest = content.hexdigest()[:16]
     return method_class
 
 
