@@ -373,6 +373,7 @@ def test_models_timed_in_formats_of_their_own_are_told_apart(
         ({"prefill": 4096}, "the context of .* is 64"),
         ({"rounds": 0}, "rounds 0"),
         ({"threads": 0}, "threads 0"),
+        ({"threads": 10**6}, "threads 1000000: this machine has .* processors"),
         ({"engine": "vlm"}, "unknown engine"),
         ({"device": "quantum"}, "device"),
     ],

@@ -358,6 +358,14 @@ def test_flops_of_a_method(run: Run) -> None:
     assert named[0] == 0
 
 
+@pytest.mark.parametrize("option", [["--layout", "S1A5E8"], ["--method", "moesaic"]])
+def test_flops_of_a_converted_model_takes_it_as_it_is(
+    run: Run, converted: Path, option: list[str]
+) -> None:
+    assert run("flops", converted)[0] == 0
+    check_error(*run("flops", converted, *option)[::2], f"leave {option[0]} out")
+
+
 def test_help_of_export_names_every_format(run: Run) -> None:
     _, printed, _ = run("export", "--help")
     for name in importlib.import_module("moesaic.export.fits").FORMATS:
@@ -650,6 +658,11 @@ def test_eval_refuses_what_cannot_be_compared(
         *run("eval", model, "--text", text, "--json", tmp_path / "no" / "x.json")[::2],
         "no file in a folder",
     )
+    if Path("/proc").is_dir():  # where root too may not write
+        check_error(
+            *run("eval", "nowhere", "--text", text, "--json", "/proc/x.json")[::2],
+            "no file in a folder",
+        )
     check_error(*run("eval", model, "--text", text, "--sequence-length", 1)[::2], "outside 2..512")
 
 

@@ -83,6 +83,13 @@ def test_float16_is_kept(tmp_path: Path) -> None:
     assert stock.dtype == torch.float16
 
 
+def test_there_are_no_scores_to_scale(tmp_path: Path) -> None:
+    folder = converted_folder("llama", tmp_path / "ours", "static")
+    with pytest.raises(MoesaicError, match=r"for the scores of a router, and .* has none"):
+        moesaic.export(str(folder), "dense", tmp_path / "out", epsilon=2.0**-9)
+    assert not (tmp_path / "out").exists()
+
+
 def test_other_formats_say_that_it_is_there(tmp_path: Path) -> None:
     folder = converted_folder("llama", tmp_path / "ours", "static")
     assert moesaic.explain(str(folder))["dense"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -72,6 +73,12 @@ def bench(
         raise MoesaicError(f"rounds {rounds}: at least 1 is needed")
     if threads is not None and threads < 1:
         raise MoesaicError(f"threads {threads}: at least 1 computes")
+    processors = os.cpu_count() or 1
+    if threads is not None and threads > processors:
+        raise MoesaicError(
+            f"threads {threads}: this machine has {processors} processors; take at most "
+            "one for each"
+        )
     found, python = find_engine(engine, engine_python)
     _check_options(found, device=device, dtype=dtype, threads=threads)
     compute = AUTO

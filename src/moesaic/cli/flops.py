@@ -11,6 +11,9 @@ from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import bytes_lines, macs_table
 from moesaic.errors import MoesaicError
 
+LAYOUT = "S3A3E8"
+METHOD = "cmoe"
+
 
 def flops_command(
     model: Annotated[
@@ -20,23 +23,25 @@ def flops_command(
         ),
     ],
     layout: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="SxAyEz: x shared experts, y routed ones for each token, z in all."
+            help="SxAyEz: x shared experts, y routed ones for each token, z in all. "
+            f"[default: {LAYOUT}]"
         ),
-    ] = "S3A3E8",
+    ] = None,
     tokens: Annotated[
         int,
         typer.Option(min=1, help="Count for a text of so many tokens."),
     ] = 128,
     recipe: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--method",
             "--recipe",
-            help="The method that would convert the model (see moesaic methods).",
+            help="The method that would convert the model (see moesaic methods). "
+            f"[default: {METHOD}]",
         ),
-    ] = "cmoe",
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Count a model's work before and after a conversion. Needs no weights.
@@ -53,12 +58,19 @@ def flops_command(
 
     config = load_config(model, trust_remote_code)
     if is_converted(config):
+        for option, value in {"--layout": layout, "--method": recipe}.items():
+            if value is not None:
+                raise MoesaicError(
+                    f"{model} is converted already, as {config.moesaic.layout}: leave "
+                    f"{option} out, or count its dense model"
+                )
         skeleton = meta_model(config)
         converted = count_macs(skeleton, tokens)
         macs_table(f"{model}, {config.moesaic.layout}", None, converted, tokens)
         bytes_lines(None, count_bytes(skeleton))
         return
-    method = load_method(recipe)
+    layout = layout or LAYOUT
+    method = load_method(recipe or METHOD)
     if not method.saves:
         raise MoesaicError(
             f"method {method.name!r} is a reference that computes every neuron; "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,11 +123,17 @@ def check_json_file(path: Path | None) -> None:
     """Refuses a --json that cannot be written, before the work begins."""
     if path is None:
         return
-    folder = path.absolute().parent
-    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise MoesaicError(
-            f"--json {path} is no file in a folder that can be written"
-        )
+    refused = MoesaicError(
+        f"--json {path} is no file in a folder that can be written"
+    )
+    if path.is_dir():
+        raise refused
+    try:
+        # Root may write anywhere by its rights, and cannot in /proc.
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise refused from error
 
 
 def write_json(path: Path | None, values: Any) -> None:

@@ -219,9 +219,14 @@ def check_options(options: ExportOptions) -> None:
 def _check_format(
     options: ExportOptions, config: Any, tokenizer: Any, trained: set[str]
 ) -> None:
-    """Raises MoesaicError where the format cannot hold the model."""
+    """Raises MoesaicError where the format cannot hold the model, or has no scores."""
     reasons = reasons_against(config, options.format, tokenizer, trained)
     check_fits(options.model, options.format, reasons)
+    if options.epsilon is not None and config.moesaic.router is None:
+        raise MoesaicError(
+            f"epsilon {options.epsilon} is for the scores of a router, and "
+            f"{options.model} has none: leave it out"
+        )
 
 
 def _load(options: ExportOptions) -> tuple[Any, str]:
