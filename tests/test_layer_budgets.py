@@ -234,6 +234,31 @@ def test_the_best_round_is_taken_and_the_dense_model_left_alone() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("samples", "tried", "expected"),
+    [
+        (16, 8, [12, 13, 14, 15]),  # the trial is fitted to windows 0 to 6
+        (10, 8, [7, 8, 9]),
+        (8, 8, [7]),
+        (2, 2, [1]),
+        (1, 1, [0]),  # nothing is held out
+    ],
+)
+def test_rounds_are_judged_on_windows_that_they_are_not_fitted_to(
+    samples: int, tried: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = torch.arange(samples)[:, None].expand(samples, 10)
+    calibration = CalibrationSet(windows)
+    trial_set = calibration.fewer(tried)
+    monkeypatch.setattr(budgets, "PROBE_TOKENS", 40)
+    probe = budgets._probe_windows(calibration, trial_set)
+    assert probe[:, 0].tolist() == expected
+    last = trial_set.heldout_samples
+    fitted = trial_set.windows_NL[: trial_set.samples - last]
+    if samples > 1:
+        assert not set(fitted[:, 0].tolist()) & set(expected)
+
+
 def test_equal_budgets_stay_where_nothing_is_to_be_shared() -> None:
     model = tiny_model("llama")
     ffns, plan = find_ffns(model), plan_for(model, layer_budgets="uniform")

@@ -50,7 +50,7 @@ STEP = 0.1  # of a layer's experts: the most that a round adds or takes
 LEAST = 0.05  # of a layer's experts that run on average; one at least
 # To convert on in a round; more where least squares wants more.
 TRIAL_TOKENS = 8192
-PROBE_TOKENS = 4096  # of those held out, which no weight is fitted to
+PROBE_TOKENS = 4096  # that no weight of a round is fitted to
 
 Budgets = tuple[int, ...]
 
@@ -103,8 +103,7 @@ def share_budgets(
         )
         return plan.with_moe(plan.moe.with_budgets(budgets))
     trial_set = _trial_set(plan, calibration)
-    probes = max(PROBE_TOKENS // calibration.length, 1)
-    probe_NL = calibration.heldout(probes).to(device)
+    probe_NL = _probe_windows(calibration, trial_set).to(device)
     dense_logits = _logits(dense, probe_NL)
 
     def measure(budgets: Budgets) -> Trial:
@@ -254,6 +253,20 @@ def _trial_set(plan: Plan, calibration: CalibrationSet) -> CalibrationSet:
     tokens = max(TRIAL_TOKENS, with_heldout)
     windows = math.ceil(tokens / calibration.length)
     return calibration.fewer(max(windows, HELD_OUT))
+
+
+def _probe_windows(
+    calibration: CalibrationSet, trial_set: CalibrationSet
+) -> Tensor:
+    """The last windows, of those that a round does not fit to; one at least.
+
+    In the end the model is fitted to some of them: they judge the rounds, and not it.
+    """
+    wanted = max(PROBE_TOKENS // calibration.length, 1)
+    fitted = trial_set.samples - trial_set.heldout_samples
+    unseen = max(calibration.samples - fitted, 1)
+    count = min(wanted, unseen)
+    return calibration.windows_NL[-count:]
 
 
 def marginal_values(
