@@ -23,6 +23,7 @@ STATIC = {
     "repaired": load_method("static-repaired"),
     "flap": load_method("flap", {"widths": "equal"}),
 }
+STATIC_BY_LAYER = load_method("static", {"layer_budgets": "gradient"})
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_stock_transformers_loads_a_narrower_model(name: str, method: str, tmp_p
     [
         ("llama", load_method("flap"), (), "--set widths=equal"),
         ("llama", load_method("static"), (0,), "different widths"),
+        ("llama", STATIC_BY_LAYER, (), "layer_budgets=uniform"),
         ("qwen2", STATIC["flap"], (), "output bias, which qwen2 models have not"),
         ("phi3", load_method("static"), (), "family phi3"),
         ("llama", load_method("moesaic"), (), "run different neurons"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,6 +30,7 @@ from moesaic.conversion.layer_budgets import (
     share_budgets,
     whole_budgets,
 )
+from moesaic.conversion.next_neurons import next_neurons
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.conversion.run import Run
@@ -36,9 +40,12 @@ from moesaic.families import find_ffns
 from moesaic.families.load import check_converted
 from moesaic.finetune.balance import measure_loads, refit_thresholds
 from moesaic.finetune.lora import routers_of
+from moesaic.layout import Layout
 from moesaic.methods.base import FFNMethod
+from moesaic.methods.expert_method import Made
 from moesaic.modeling import ConfigError, MoEConfig
 from moesaic.output import draft as checkpoint
+from moesaic.parts.partition import NO_EXPERTS, Partition
 from moesaic.parts.thresholds import choice_thresholds, soft_choice
 from tests.families import CONTEXT, HIDDEN, LAYERS, tiny_model, tokens
 from tests.mixtures import tiny_mixture
@@ -64,7 +71,8 @@ def trial(ffns: Any, plan: Plan) -> list[Any]:
     """Replaces every FFN for a while; what stands in for them."""
     assert isinstance(plan.method, FFNMethod)
     stream = Stream(ffns, WINDOWS, CPU)
-    Run(stream, plan, CALIBRATION, 0, trial=True).replace_ffns(plan.method)
+    run = Run(stream, plan, CALIBRATION, 0, trial=True, reported=False)
+    run.replace_ffns(plan.method)
     return [ffns.replaced(layer) for layer in ffns.converted]
 
 
@@ -136,6 +144,89 @@ def test_marginal_values_are_what_a_loop_over_gates_finds(name: str) -> None:
     assert len(set(value_L.tolist())) == LAYERS
     assert all(p.requires_grad for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_values_of_neurons_that_were_left_out_are_what_a_loop_over_them_finds() -> None:
+    """Each of the next neurons added to each token by a factor that is a leaf of its own."""
+    model, probe = tiny_model("llama"), tokens(2, 8, seed=5)
+    ffns, plan = find_ffns(model), plan_for(model, name="static-repaired")
+    dense = [ffns.read(layer) for layer in range(LAYERS)]
+    activation = ACT2FN[model.config.hidden_act]
+    with torch.no_grad():
+        wanted = [model(input_ids=ids, use_cache=False).logits for ids in probe.split(1)]
+    with ffns.restored():
+        blocks = trial(ffns, plan)
+        pairs = zip(dense, blocks, strict=True)
+        following = [next_neurons(ffn, block.made) for ffn, block in pairs]
+        factors: list[list[torch.Tensor]] = [[] for _ in blocks]
+
+        def add(layer: int, block: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            x_TD, ffn = inputs[0][0], following[layer]
+            added = torch.zeros_like(output)
+            for j in range(ffn.intermediate_size):
+                for t in range(len(x_TD)):
+                    factor = torch.zeros((), requires_grad=True)
+                    factors[layer].append(factor)
+                    gate = activation(ffn.gate_FD[j] @ x_TD[t].detach() + ffn.gate_bias_F[j])
+                    h = gate * (ffn.up_FD[j] @ x_TD[t].detach() + ffn.up_bias_F[j])
+                    one = torch.zeros_like(output)
+                    one[0, t] = h * ffn.down_DF[:, j]
+                    added = added + factor * one
+            return output + added
+
+        hooks = [
+            block.register_forward_hook(partial(add, layer)) for layer, block in enumerate(blocks)
+        ]
+        loss = 0.0
+        for ids, target in zip(probe.split(1), wanted, strict=True):
+            log_q = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+            log_p = target.log_softmax(-1)
+            kl = (log_p.exp() * (log_p - log_q)).sum()
+            kl.backward()
+            loss += float(kl.detach()) / probe.numel()
+        for hook in hooks:
+            hook.remove()
+        expected = [-sum(float(one.grad) for one in found) / len(found) for found in factors]
+        model.zero_grad()
+        found = marginal_values(model, blocks, probe, wanted, following)
+    assert found.divergence == pytest.approx(loss, rel=1e-4)
+    assert found.value_L.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-7)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_next_neurons_are_the_best_of_those_left_out() -> None:
+    ffn = find_ffns(tiny_model("llama")).read(0)
+    neurons = ffn.intermediate_size
+    energy = np.arange(neurons, dtype=np.float64)
+    kept = np.array([neurons - 1, neurons - 3])
+    made = Made(partition=Partition(kept, NO_EXPERTS), energy_F=energy)
+    found = next_neurons(ffn, made)
+    count = math.ceil(neurons / 10)
+    assert found.intermediate_size == count
+    assert torch.equal(found.up_FD[0], ffn.up_FD[neurons - 2])
+    assert torch.equal(found.up_FD[1], ffn.up_FD[neurons - 4])
+    made.partition = Partition(np.arange(neurons), NO_EXPERTS)
+    assert next_neurons(ffn, made).intermediate_size == 0
+
+
+@pytest.mark.parametrize("name", ["static", "static-repaired"])
+def test_pruned_layers_share_a_budget_too(name: str, tmp_path: Path) -> None:
+    """A layer that adds nothing keeps fewer neurons; as many are kept in all."""
+    settings = {"layer_budgets": "gradient"}
+    output = tmp_path / "out"
+    model, report = moesaic.convert(
+        uneven(1), name, LAYOUT, WINDOWS, settings=settings, output=output
+    )
+    sizes = model.config.moesaic.sizes
+    widths = [row.shared for row in sizes]
+    equal = load_method("static").sizes(Layout.parse(LAYOUT), sizes[0].total).shared
+    assert sum(widths) == equal * LAYERS
+    assert widths[1] == min(widths) < equal
+    assert str(min(widths)) in report.shape
+    again = AutoModelForCausalLM.from_pretrained(output)
+    ids = tokens(2, 12, seed=3)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_nobody_can_be_added_where_all_run() -> None:

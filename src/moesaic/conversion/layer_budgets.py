@@ -1,4 +1,4 @@
-"""How many experts each layer runs: layers can share one budget.
+"""How many experts each layer runs, or neurons it keeps: layers can share one budget.
 
 With equal budgets a token runs the same share of the experts in every layer, but one
 more expert is worth more in some than in others. To first order, an expert more per
@@ -9,7 +9,8 @@ token in layer l takes
 off the loss L, the KL divergence from the dense model's predictions, summed over
 tokens; g_tj is the gate of expert j for token t, and w a bump around the threshold, or
 where the K best run half-way between the K-th score and the next: the experts that a
-small shift of it would add. Where budgets are best, all m_l are equal,
+small shift of it would add. Where nothing is routed, an expert is a neuron that is kept,
+and m_l is what `next_neurons` says. Where budgets are best, all m_l are equal,
 so each round moves experts from layers below their mean to layers above. A round
 converts anew, since a repair depends on who runs.
 
@@ -32,13 +33,14 @@ from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.share import ALONE, Share
 from moesaic.conversion.budget_curves import budgets_by_curves
+from moesaic.conversion.next_neurons import adds_neurons, next_neurons
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run, ffn_inputs
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, FFNs, Mixtures
 from moesaic.memory import lent_to
 from moesaic.methods.base import FFNMethod
-from moesaic.modeling import MoesaicReplacement, View
+from moesaic.modeling import MoesaicReplacement, Sizes, View
 from moesaic.parts.gradients import without_gradients
 from moesaic.parts.repair import TOKENS_PER_NEURON
 from moesaic.parts.thresholds import choice_thresholds, soft_choice
@@ -105,6 +107,7 @@ def share_budgets(
     trial_set = _trial_set(plan, calibration)
     probe_NL = _probe_windows(calibration, trial_set).to(device)
     dense_logits = _logits(dense, probe_NL)
+    dense_ffns = [ffns.read(layer) for layer in plan.moe.layers]
 
     def measure(budgets: Budgets) -> Trial:
         trial_plan = plan.with_moe(plan.moe.with_budgets(budgets))
@@ -121,7 +124,13 @@ def share_budgets(
             run.replace_ffns(method)
             layers = plan.moe.layers
             blocks: list[Any] = [ffns.replaced(layer) for layer in layers]
-            return marginal_values(dense, blocks, probe_NL, dense_logits)
+            following = None
+            if plan.moe.router is None:
+                pairs = zip(dense_ffns, blocks, strict=True)
+                following = [next_neurons(ffn, block.made) for ffn, block in pairs]
+            return marginal_values(
+                dense, blocks, probe_NL, dense_logits, following
+            )
 
     budgets = search_budgets(plan, measure, log)
     return plan.with_moe(plan.moe.with_budgets(budgets))
@@ -141,16 +150,15 @@ def search_budgets(
     plan: Plan, measure: Callable[[Budgets], Trial], log: Callable[[str], Any]
 ) -> Budgets:
     """The budgets of least KL divergence, of 1 + ROUNDS that are tried at most."""
-    sizes = plan.sizes
-    routed = sizes.num_routed
+    routed, active = _units(plan.sizes)
     layers = len(plan.moe.layers)
-    total = sizes.num_active * layers
-    mean = sizes.num_active / routed
+    total = active * layers
+    mean = active / routed
     one_expert = 1 / routed
     least = max(min(LEAST, mean / 2), one_expert)
     most = _most(plan)
     share_L = torch.full((layers,), mean, dtype=torch.float64)
-    unit = "neurons" if sizes.expert == 1 else "experts"
+    unit = "experts" if plan.sizes.expert > 1 else "neurons"
     tried: dict[Budgets, Trial] = {}
     for _ in range(1 + ROUNDS):
         budgets = whole_budgets(share_L, routed, total, most)
@@ -172,9 +180,16 @@ def search_budgets(
     return min(tried, key=lambda budgets: tried[budgets].divergence)
 
 
+def _units(sizes: Sizes) -> tuple[int, int]:
+    """How many experts there are, and run; neurons where none is routed."""
+    if sizes.num_routed:
+        return sizes.num_routed, sizes.num_active
+    return sizes.total, sizes.shared
+
+
 def _most(plan: Plan) -> int:
     """Experts that a layer can run on average: all, or the most that one token may."""
-    routed = plan.sizes.num_routed
+    routed, _ = _units(plan.sizes)
     router = plan.moe.router
     if router is None or router.cap is None:
         return routed
@@ -183,8 +198,8 @@ def _most(plan: Plan) -> int:
 
 def _can_differ(plan: Plan, ffns: FFNs, log: Callable[[str], Any]) -> bool:
     """Whether there is anything to share."""
-    sizes = plan.sizes
-    if len(plan.moe.layers) < 2 or sizes.num_active == sizes.num_routed:
+    units, active = _units(plan.sizes)
+    if len(plan.moe.layers) < 2 or active == units:
         return False
     return not _is_mixture(ffns, log)
 
@@ -274,10 +289,12 @@ def marginal_values(
     blocks: list[MoesaicReplacement],
     probe_NL: Tensor,
     dense_logits: list[Tensor],
+    following: list[DenseFFN] | None = None,
 ) -> Trial:
     """m_l of every block (L,), and the KL divergence from the dense model's logits.
 
-    These are (1, T, V) of each window. One forward and backward pass, window by window;
+    These are (1, T, V) of each window. `following` are the neurons that come next in
+    each block, where nothing is routed. One forward and backward pass, window by window;
     the weights get no gradients. A block all of whose experts run gets the mean of the
     others. Raises MoesaicError where a figure is not finite.
     """
@@ -287,7 +304,12 @@ def marginal_values(
     ]
     bump_L = [torch.zeros((), device=device) for _ in blocks]
     for layer, block in enumerate(blocks):
-        block.view = _shifted(shift_L[layer], layer, bump_L)
+        shift = shift_L[layer]
+        if following is None:
+            block.view = _shifted(shift, layer, bump_L)
+        else:
+            hook = adds_neurons(following[layer], shift, layer, bump_L)
+            block.register_forward_hook(hook)
     divergence = 0.0
     windows = zip(probe_NL.split(1), dense_logits, strict=True)
     with without_gradients(model), torch.enable_grad():

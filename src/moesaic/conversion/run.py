@@ -263,7 +263,8 @@ class Run:
         )
         inputs.reported = False
         replacement = self._converted_ffn(method, layer, inputs)
-        replacement.made = None
+        if replacement.made is not None:
+            replacement.made.forget_repairs()
         self._pass_on(layer, replacement, inputs.own())
 
     def _converted_ffn(

@@ -43,14 +43,21 @@ class Made:
 
     `repair` is what was done to the output weights. `static_N` are the neurons that
     static pruning keeps at this budget, `static_repair` is what was done to their
-    output weights, where that was fitted in the same pass.
+    output weights, where that was fitted in the same pass. `energy_F` is that of every
+    neuron's contribution.
     """
 
     partition: Partition | None = None
+    energy_F: NDArray[np.float64] | None = None
     static_N: Tensor | None = None
     repair: Repair | None = None
     static_repair: Repair | None = None
     notes: list[str] = field(default_factory=list)
+
+    def forget_repairs(self) -> None:
+        """They are as large as the layer."""
+        self.repair = None
+        self.static_repair = None
 
 
 @dataclass
@@ -200,6 +207,7 @@ class ExpertMethod(FFNMethod):
             statistics=statistics,
             energy_F=energy_F,
         )
+        fit.made.energy_F = energy_F
         fit.made.static_N = static_neurons(energy_F, sizes, fit.device)
         dead = np.count_nonzero(energy_F == 0)
         if dead:

@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.families import DenseFFN
 from moesaic.layout import Layout
-from moesaic.methods.base import FFNShape
+from moesaic.methods.base import LAYER_BUDGETS, FFNShape, setting
 from moesaic.methods.contents import METHODS
 from moesaic.methods.expert_method import (
     ExpertMethod,
@@ -27,6 +27,13 @@ class Static(ExpertMethod):
     """Keeps the neurons of largest contribution."""
 
     description = METHODS["static"]
+
+    layer_budgets: str = setting(  # type: ignore[misc]
+        "uniform",
+        "How many neurons each layer keeps: uniform, or as many as gradients say; other "
+        "engines need uniform.",
+        choices=LAYER_BUDGETS,
+    )
 
     def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
         """As many neurons as the layout runs for a token, and no experts."""

@@ -406,10 +406,16 @@ class MoEConfig:
         return self.path.format(layer)
 
     def with_budgets(self, budgets: tuple[int, ...]) -> MoEConfig:
-        """The same with so many routed experts per token in each converted layer."""
+        """The same with so many routed experts per token in each converted layer.
+
+        Neurons that are kept, where none is routed.
+        """
         all_sizes = []
-        for sizes, num_active in zip(self.sizes, budgets, strict=True):
-            budgeted = replace(sizes, num_active=num_active)
+        for sizes, budget in zip(self.sizes, budgets, strict=True):
+            if sizes.num_routed:
+                budgeted = replace(sizes, num_active=budget)
+            else:
+                budgeted = replace(sizes, shared=budget)
             all_sizes.append(budgeted)
         return replace(self, sizes=tuple(all_sizes))
 
