@@ -127,7 +127,9 @@ def share_budgets(
             following = None
             if plan.moe.router is None:
                 pairs = zip(dense_ffns, blocks, strict=True)
-                following = [next_neurons(ffn, block.made) for ffn, block in pairs]
+                following = [
+                    next_neurons(ffn, block.made) for ffn, block in pairs
+                ]
             return marginal_values(
                 dense, blocks, probe_NL, dense_logits, following
             )
