@@ -23,7 +23,7 @@ STATIC = {
     "repaired": load_method("static-repaired"),
     "flap": load_method("flap", {"widths": "equal"}),
 }
-STATIC_BY_LAYER = load_method("static", {"layer_budgets": "gradient"})
+STATIC_BY_LAYER = load_method("static-repaired", {"layer_budgets": "gradient"})
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def supports(config: Any) -> list[str]:
     if moe.uniform_sizes is None or not all_layers:
         reasons.append(
             "its layers have different widths, those of its family one; convert flap "
-            "with --set widths=equal, static pruning with layer_budgets=uniform, and all layers"
+            "with --set widths=equal, static-repaired with layer_budgets=uniform, and all layers"
         )
     if moe.block.output_bias and family != "llama":
         reasons.append(

@@ -28,13 +28,6 @@ class Static(ExpertMethod):
 
     description = METHODS["static"]
 
-    layer_budgets: str = setting(  # type: ignore[misc]
-        "uniform",
-        "How many neurons each layer keeps: uniform, or as many as gradients say; other "
-        "engines need uniform.",
-        choices=LAYER_BUDGETS,
-    )
-
     def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
         """As many neurons as the layout runs for a token, and no experts."""
         active = layout.sizes(intermediate_size).active
@@ -58,6 +51,13 @@ class StaticRepaired(Static):
 
     description = METHODS["static-repaired"]
     fits_weights = True
+
+    layer_budgets: str = setting(  # type: ignore[misc]
+        "uniform",
+        "How many neurons each layer keeps: uniform, or as many as gradients say; other "
+        "engines need uniform.",
+        choices=LAYER_BUDGETS,
+    )
 
     def repair(self, fit: LayerFit) -> DenseFFN:
         return fit_repair(fit, "least-squares", intercept=False)
