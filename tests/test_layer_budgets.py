@@ -349,6 +349,19 @@ def test_rounds_are_judged_on_windows_that_they_are_not_fitted_to(
         assert not set(fitted[:, 0].tolist()) & set(expected)
 
 
+def test_a_pruned_layer_that_keeps_all_has_tokens_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "TRIAL_TOKENS", 1)
+    calibration = CalibrationSet(tokens(64, 2 * budgets.TOKENS_PER_NEURON))
+    model = tiny_model("llama")
+    pruned = plan_for(model, name="static-repaired")
+    routed = plan_for(model, name="moesaic")
+    assert pruned.sizes.active == routed.sizes.active < pruned.sizes.total
+    for plan, neurons in ((pruned, pruned.sizes.total), (routed, routed.sizes.active)):
+        trial_set = budgets._trial_set(plan, calibration)
+        with_heldout = budgets.TOKENS_PER_NEURON * neurons * 8 // 7
+        assert trial_set.samples == min(math.ceil(with_heldout / calibration.length), 64)
+
+
 def test_equal_budgets_stay_where_nothing_is_to_be_shared() -> None:
     model = tiny_model("llama")
     ffns, plan = find_ffns(model), plan_for(model, layer_budgets="uniform")

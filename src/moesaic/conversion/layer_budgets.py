@@ -264,8 +264,13 @@ def _dense_layers(
 
 
 def _trial_set(plan: Plan, calibration: CalibrationSet) -> CalibrationSet:
-    """The part of the calibration set that a round converts on."""
-    to_fit = TOKENS_PER_NEURON * plan.sizes.active
+    """The part of the calibration set that a round converts on.
+
+    Enough for least squares in all layers: one that is pruned may come to keep all.
+    """
+    sizes = plan.sizes
+    neurons = sizes.active if sizes.num_routed else sizes.total
+    to_fit = TOKENS_PER_NEURON * neurons
     with_heldout = to_fit * HELD_OUT // (HELD_OUT - 1)
     tokens = max(TRIAL_TOKENS, with_heldout)
     windows = math.ceil(tokens / calibration.length)
