@@ -44,7 +44,7 @@ class Layer:
 
     def fitted(self, intercept: bool | None) -> Any:
         """With a least-squares repair unless `intercept` is None."""
-        made = Made(self.parts, self.static_N)
+        made = Made(self.parts, static_N=self.static_N)
         repaired = self.ffn
         router_config = RouterConfig("neuron-copies", "topk")
         block = block_config(shape_of(self.ffn), router_config, bool(intercept))
@@ -55,8 +55,15 @@ class Layer:
             kept = Kept(neurons_N, mask_of(self.parts, router))
             both = [kept, Kept(self.static_N)]
             repairs = choose_repairs(self.inputs, self.ffn, both, "least-squares", intercept)
-            made = Made(self.parts, self.static_N, *repairs, notes=["said"])
-            repaired = repairs[0].apply(self.ffn, kept)
+            repair, static_repair = repairs
+            made = Made(
+                self.parts,
+                static_N=self.static_N,
+                repair=repair,
+                static_repair=static_repair,
+                notes=["said"],
+            )
+            repaired = repair.apply(self.ffn, kept)
         replacement = carve(repaired, self.parts, router, block, SIZES)
         replacement.made = made
         return replacement
