@@ -18,8 +18,7 @@ from moesaic.families.load import load_model
 from tests.families import CONTEXT, tiny_model, tokens
 
 GOLDEN = Path(__file__).with_suffix(".json")
-MODELS = ("stories260K", "babyllama-105")
-LAYOUTS = ("S3A3E8", "S2A2E8")
+LAYOUTS = {"stories260K": "S3A3E8", "babyllama-105": "S2A2E8"}
 METHODS = ("cmoe", "cmoe-code", "static", "random")
 
 
@@ -53,8 +52,7 @@ def test_golden_tiny(method: str) -> None:
     assert run_tiny(method)["relative_error"] == pytest.approx(kept["relative_error"], rel=0.05)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS.items())
 @pytest.mark.parametrize("method", METHODS)
 def test_golden(shared: Path, model: str, layout: str, method: str) -> None:
     kept = json.loads(GOLDEN.read_text())[f"{model} {layout} {method}"]
@@ -70,8 +68,7 @@ if __name__ == "__main__":
 
     numbers = {
         f"{model} {layout} {method}": run(SHARED, model, layout, method)
-        for model in MODELS
-        for layout in LAYOUTS
+        for model, layout in LAYOUTS.items()
         for method in METHODS
     }
     numbers |= {f"tiny {method}": run_tiny(method) for method in METHODS}

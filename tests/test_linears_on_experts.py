@@ -132,7 +132,7 @@ def test_it_stands_in_a_comparison_of_the_converted_model(tmp_path: Path) -> Non
     tuned = tmp_path / "experts"
     moesaic.convert("demo", "cmoe", "S2A2E8", "demo", samples=4, sequence_length=64, output=tuned)
     result = moesaic.compare(
-        str(tuned), ["teal", "wina"], sparsity=(0.25,), calibration="demo", seeds=1, samples=4,
+        str(tuned), ["teal"], sparsity=(0.25,), calibration="demo", seeds=1, samples=4,
         sequence_length=64, max_tokens=1024, references=(),
     )  # fmt: skip
     rows = {row["method"]: row for row in result["rows"]}

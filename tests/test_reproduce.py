@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from moesaic.cli.main import main
 from moesaic.demo import demo_path
@@ -38,10 +40,18 @@ PAPER_TEX = Path(__file__).parents[2] / "shared" / "paper.tex"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("reproduced") / "out"
-    done = reproduce("demo", made, tables=CHEAP)
-    assert (done.made, done.kept, done.failed) == (4, 0, {})
-    return made
+    """The cheap tables, made once for all workers; each has a copy."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # the workers of one run share it
+    made = base / "reproduced"
+    with FileLock(base / "reproduced.lock"):
+        if not made.exists():
+            done = reproduce("demo", made, tables=CHEAP)
+            assert (done.made, done.kept, done.failed) == (4, 0, {})
+    own = tmp_path_factory.mktemp("reproduced") / "out"
+    shutil.copytree(made, own)
+    return own
 
 
 Run = Callable[..., tuple[int, str, str]]
