@@ -281,7 +281,7 @@ class _Conversion:
             log("layers keep equal budgets, with which the target was met")
             return
 
-        def shared() -> list[dict[str, Any]]:
+        def shared() -> dict[str, Any]:
             plan = share_budgets(
                 self.dense,
                 self.ffns,
@@ -292,16 +292,23 @@ class _Conversion:
                 log,
                 self.share,
             )
-            return [asdict(sizes) for sizes in plan.moe.sizes]
+            sizes = [asdict(sizes) for sizes in plan.moe.sizes]
+            return {
+                "layout": plan.moe.layout,
+                "layers": list(plan.moe.layers),
+                "sizes": sizes,
+            }
 
-        rows = drafts.remembered(draft, "budgets", shared, self.share)
-        sizes = tuple(Sizes(**row) for row in rows)
-        moe = self.plan.moe.with_sizes(sizes)
+        found = drafts.remembered(draft, "budgets", shared, self.share)
+        moe = self.plan.moe.only(tuple(found["layers"]))
+        sizes = tuple(Sizes(**row) for row in found["sizes"])
+        moe = moe.with_sizes(sizes).with_layout(found["layout"])
         self.plan = self.plan.with_moe(moe)
 
     def _settle(self) -> None:
         """What is known in the end only."""
         self.plan = self.plan.settled(self.report.layers)
+        self.report.layout = self.plan.label
         self.report.shape = self.plan.words
         self.report.budgets = self.plan.moe.budgets
         self.report.macs = self.plan.macs.total

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.share import ALONE, Share
 from moesaic.conversion.budget_curves import budgets_by_curves
+from moesaic.conversion.dense_first import search_split
 from moesaic.conversion.next_neurons import adds_neurons, next_neurons
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run, ffn_inputs
@@ -65,6 +67,56 @@ class Trial:
     divergence: float
 
 
+@dataclass(frozen=True)
+class Trials:
+    """Conversions on few tokens, and how far each is from the dense model."""
+
+    dense: Any
+    ffns: FFNs
+    calibration: CalibrationSet
+    probe_NL: Tensor
+    dense_logits: list[Tensor]  # (1, T, V) of every window
+    device: torch.device
+    seed: int
+
+    @contextmanager
+    def converted(self, plan: Plan) -> Iterator[list[Any]]:
+        """What stands in for the FFNs of the plan's layers; then the FFNs are back."""
+        assert isinstance(plan.method, FFNMethod)
+        with self.ffns.restored():
+            stream = Stream(self.ffns, self.calibration.windows_NL, self.device)
+            run = Run(
+                stream,
+                plan,
+                self.calibration,
+                self.seed,
+                trial=True,
+                reported=False,
+            )
+            run.replace_ffns(plan.method)
+            yield [self.ffns.replaced(layer) for layer in plan.moe.layers]
+
+    def divergence(self, plan: Plan) -> float:
+        """KL divergence from the dense model's predictions, a mean over tokens."""
+        with self.converted(plan):
+            return divergence(self.dense, self.probe_NL, self.dense_logits)
+
+    def values(self, plan: Plan) -> Trial:
+        """The same, and what an expert or a neuron more is worth in every layer."""
+        following = None
+        if plan.moe.router is None:
+            dense_ffns = [self.ffns.read(layer) for layer in plan.moe.layers]
+        with self.converted(plan) as blocks:
+            if plan.moe.router is None:
+                pairs = zip(dense_ffns, blocks, strict=True)
+                following = [
+                    next_neurons(ffn, block.made) for ffn, block in pairs
+                ]
+            return marginal_values(
+                self.dense, blocks, self.probe_NL, self.dense_logits, following
+            )
+
+
 def share_budgets(
     dense: Any,
     ffns: FFNs,
@@ -78,8 +130,9 @@ def share_budgets(
     """The plan with the budgets of layers that its method's strategy gives.
 
     Unchanged where the strategy is uniform. The method's own: see `own_sizes`. By
-    curves: see `budget_curves`. By gradient: equal budgets are the first of 1 + ROUNDS
-    that are tried, and those of the least KL divergence are taken. Costs at most so
+    curves: see `budget_curves`. Dense first: see `dense_first`; fewer layers are
+    converted then. By gradient: equal budgets are the first of 1 + ROUNDS that are
+    tried, and those of the least KL divergence are taken. Costs at most so
     many conversions on TRIAL_TOKENS (twice the active neurons, if that is more; 8
     windows at least) and forward and backward passes on PROBE_TOKENS, whose dense
     logits it holds; of several processes each does so by itself. The layers of a mixture
@@ -93,6 +146,10 @@ def share_budgets(
         return own_sizes(method, ffns, plan, calibration, device, log, share)
     if not _can_differ(plan, ffns, log):
         return plan
+    if method.layer_budgets == "dense-first":
+        check_on(dense, device, "trying how many layers stay dense runs")
+        trials = _trials(dense, ffns, plan, calibration, device, seed)
+        return search_split(plan, trials.divergence, log)
     check_on(dense, device, "sharing a budget between layers differentiates")
     if torch.is_inference_mode_enabled():
         raise MoesaicError(
@@ -104,38 +161,27 @@ def share_budgets(
             dense, ffns, plan, calibration, device, seed, log
         )
         return plan.with_moe(plan.moe.with_budgets(budgets))
-    trial_set = _trial_set(plan, calibration)
-    probe_NL = _probe_windows(calibration, trial_set).to(device)
-    dense_logits = _logits(dense, probe_NL)
-    dense_ffns = [ffns.read(layer) for layer in plan.moe.layers]
+    trials = _trials(dense, ffns, plan, calibration, device, seed)
 
     def measure(budgets: Budgets) -> Trial:
-        trial_plan = plan.with_moe(plan.moe.with_budgets(budgets))
-        with ffns.restored():
-            stream = Stream(ffns, trial_set.windows_NL, device)
-            run = Run(
-                stream,
-                trial_plan,
-                trial_set,
-                seed,
-                trial=True,
-                reported=False,
-            )
-            run.replace_ffns(method)
-            layers = plan.moe.layers
-            blocks: list[Any] = [ffns.replaced(layer) for layer in layers]
-            following = None
-            if plan.moe.router is None:
-                pairs = zip(dense_ffns, blocks, strict=True)
-                following = [
-                    next_neurons(ffn, block.made) for ffn, block in pairs
-                ]
-            return marginal_values(
-                dense, blocks, probe_NL, dense_logits, following
-            )
+        return trials.values(plan.with_moe(plan.moe.with_budgets(budgets)))
 
     budgets = search_budgets(plan, measure, log)
     return plan.with_moe(plan.moe.with_budgets(budgets))
+
+
+def _trials(
+    dense: Any,
+    ffns: FFNs,
+    plan: Plan,
+    calibration: CalibrationSet,
+    device: torch.device,
+    seed: int,
+) -> Trials:
+    trial_set = _trial_set(plan, calibration)
+    probe_NL = _probe_windows(calibration, trial_set).to(device)
+    dense_logits = _logits(dense, probe_NL)
+    return Trials(dense, ffns, trial_set, probe_NL, dense_logits, device, seed)
 
 
 @torch.no_grad()
@@ -317,7 +363,7 @@ def marginal_values(
         else:
             hook = adds_neurons(following[layer], shift, layer, bump_L)
             block.register_forward_hook(hook)
-    divergence = 0.0
+    total = 0.0
     windows = zip(probe_NL.split(1), dense_logits, strict=True)
     with without_gradients(model), torch.enable_grad():
         for ids_NL, dense_NTV in windows:
@@ -325,33 +371,57 @@ def marginal_values(
             slope_TV = torch.empty_like(logits_TV, requires_grad=False)
             for start in range(0, len(logits_TV), CHUNK):
                 chunk = slice(start, start + CHUNK)
-                divergence += _divergence(
-                    dense_NTV[0, chunk],
-                    logits_TV[chunk].detach(),
-                    slope_TV[chunk],
+                more, slope_TV[chunk] = _divergence(
+                    dense_NTV[0, chunk], logits_TV[chunk].detach()
                 )
+                total += more
             logits_TV.backward(slope_TV)
-    divergence /= probe_NL.numel()
+    mean = total / probe_NL.numel()
     gradients = [shift.grad for shift in shift_L if shift.grad is not None]
     slope_L = torch.stack(gradients).double()
     weight_L = torch.stack(bump_L).double()
     value_L = _values(slope_L, weight_L)
-    if not math.isfinite(divergence) or not torch.isfinite(value_L).all():
+    if not math.isfinite(mean) or not torch.isfinite(value_L).all():
         raise MoesaicError(
-            f"the KL divergence from the dense model is {divergence}, or its gradient is "
+            f"the KL divergence from the dense model is {mean}, or its gradient is "
             "not finite: weights or activations are broken"
         )
-    return Trial(value_L, divergence)
+    return Trial(value_L, mean)
 
 
-def _divergence(dense_TV: Tensor, logits_TV: Tensor, slope_TV: Tensor) -> float:
-    """KL(dense || model), summed over tokens; puts its gradient into `slope_TV`."""
+@torch.no_grad()
+def divergence(
+    model: Any, probe_NL: Tensor, dense_logits: list[Tensor]
+) -> float:
+    """Mean KL divergence from the logits (1, T, V) of each window; a forward pass.
+
+    Raises MoesaicError where it is not finite.
+    """
+    total = 0.0
+    windows = zip(probe_NL.split(1), dense_logits, strict=True)
+    for ids_NL, dense_NTV in windows:
+        logits_TV = model(input_ids=ids_NL, use_cache=False).logits[0]
+        chunks = zip(
+            dense_NTV[0].split(CHUNK), logits_TV.split(CHUNK), strict=True
+        )
+        for dense_TV, chunk_TV in chunks:
+            total += _divergence(dense_TV, chunk_TV)[0]
+    mean = total / probe_NL.numel()
+    if not math.isfinite(mean):
+        raise MoesaicError(
+            f"the KL divergence from the dense model is {mean}: weights or activations "
+            "are broken"
+        )
+    return mean
+
+
+def _divergence(dense_TV: Tensor, logits_TV: Tensor) -> tuple[float, Tensor]:
+    """KL(dense || model), summed over tokens, and its gradient by the logits."""
     log_p_TV = dense_TV.float().log_softmax(-1)
     log_q_TV = logits_TV.float().log_softmax(-1)
     p_TV = log_p_TV.exp()
-    divergence = (p_TV * (log_p_TV - log_q_TV)).sum()
-    slope_TV.copy_(log_q_TV.exp() - p_TV)
-    return float(divergence)
+    total = (p_TV * (log_p_TV - log_q_TV)).sum()
+    return float(total), log_q_TV.exp() - p_TV
 
 
 def _values(slope_L: Tensor, weight_L: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Run:
         ffns = self.stream.ffns
         reports = []
         for layer in self._layers_in_order():
-            if layer not in ffns.converted:
+            if layer not in self.plan.moe.layers:
                 self.stream.advance(layer)
                 self.clock("advance")
             elif isinstance(ffns, Mixtures):

@@ -112,7 +112,7 @@ def _router_reasons(moe: MoEConfig) -> list[str]:
     elif moe.uniform_sizes is None:
         reasons.append(
             "its layers run different numbers of experts, stock ones the same; convert "
-            "with --set layer_budgets=uniform"
+            "with --set layer_budgets=uniform, or dense-first where the method has it"
         )
     return reasons
 

@@ -110,9 +110,10 @@ class Moesaic(ExpertMethod):
     )
     layer_budgets: str = setting(  # type: ignore[misc]
         "uniform",
-        "How many experts each layer runs: uniform, or as many as gradients or curves "
-        "say; stock exports need uniform.",
-        choices=(*LAYER_BUDGETS, "curves"),
+        "How many experts each layer runs: uniform, all in the first layers and fewer in "
+        "the others (dense-first), or as many as gradients or curves say. Stock exports "
+        "need one of the first two.",
+        choices=(*LAYER_BUDGETS, "curves", "dense-first"),
     )
 
     def __post_init__(self) -> None:

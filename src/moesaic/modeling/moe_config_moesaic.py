@@ -330,7 +330,7 @@ class MoEConfig:
     """How a model was converted, and all that is needed to build it again.
 
     - `method`: its name, its settings and one sentence about it
-    - `layout`: SxAyEz, as the user asked for it
+    - `layout`: SxAyEz, of the mean layer where budgets differ
     - `path` of the FFN from the base model, with `{}` for the layer; `identities` are
       modules that the replacement makes superfluous
     - `layers`: those that were converted; `sizes`: of each of them
@@ -422,6 +422,15 @@ class MoEConfig:
     def with_sizes(self, sizes: tuple[Sizes, ...]) -> MoEConfig:
         """The same with these sizes of the converted layers."""
         return replace(self, sizes=sizes)
+
+    def only(self, layers: tuple[int, ...]) -> MoEConfig:
+        """The same where only these of the converted layers are converted."""
+        sizes = tuple(self.sizes_of(layer) for layer in layers)
+        return replace(self, layers=layers, sizes=sizes)
+
+    def with_layout(self, layout: str) -> MoEConfig:
+        """The same under another layout's name."""
+        return replace(self, layout=layout)
 
     def with_shares(self, layer: int, shares: list[float]) -> MoEConfig:
         """The same with these shares of a decoder layer's linear layers; none: equal."""
