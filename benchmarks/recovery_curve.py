@@ -25,6 +25,7 @@ import torch
 from smollm2_model import find_texts, needed_folder
 
 import moesaic
+from moesaic import load_method
 from moesaic.calibration.text import to_ids
 from moesaic.cli.quiet import quieten
 from moesaic.conversion.layout_search import HELDOUT_TOKENS
@@ -177,7 +178,7 @@ class Curve:
 
     def converted(self, method: str, sparsity: float) -> Path:
         seed = self.options.seed
-        name = f"{method}-{100 * sparsity:g}-seed{seed}"
+        name = f"{Path(method).stem}-{100 * sparsity:g}-seed{seed}"
         folder: Path = self.options.output / name
         if not folder.is_dir():
             moesaic.convert(
@@ -200,7 +201,7 @@ class Curve:
         seed = self.options.seed
         folder = self.converted(method, sparsity)
         output = folder.with_name(f"{folder.name}-tuned-{windows}")
-        rank, alpha = RANKS[method]
+        rank, alpha = RANKS[load_method(method).name]
         started = time.process_time()
         report = moesaic.finetune(
             folder,
@@ -271,7 +272,12 @@ def main() -> None:
     add("--output", type=Path, required=True)
     add("--windows", type=counts, default=[48, 96, 192])
     add("--sparsity", type=numbers, default=[0.5])
-    add("--methods", type=names, default=["moesaic", "static-repaired"])
+    add(
+        "--methods",
+        type=names,
+        default=["moesaic", "static-repaired"],
+        help="names or recipe files, of methods that RANKS has",
+    )
     add("--batch-size", type=int)
     add("--rate", type=float)
     add("--seed", type=int, default=0)
