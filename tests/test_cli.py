@@ -721,11 +721,11 @@ def report(**facts: object) -> SimpleNamespace:
     usual = {
         "perplexity": 11.0,
         "dense_perplexity": 10.0,
-        "method": {"name": "moesaic"},
+        "method": {"name": "moesaic", "settings": {"layer_budgets": "uniform"}},
         "layout": "S1A21E32",
         "tokens": 131_072,
         "active_ffn_fraction": 0.75,
-        "layers": [],
+        "layers": [SimpleNamespace(experts=[]) for _ in range(2)],
     }
     return SimpleNamespace(**(usual | facts))
 
@@ -742,9 +742,14 @@ def test_advice_follows_from_the_facts_of_a_report() -> None:
     assert "moesaic finetune out --output out-tuned" in usual
     assert "--method moesaic-dynamic" in usual
     assert "--method moesaic-neurons" in usual
+    assert "--set layer_budgets=dense-first" in usual
     assert "calibration" not in usual
-    mixture = [SimpleNamespace(experts=[{"expert": 0}])]
+    assert "dense-first" not in advice(layers=[SimpleNamespace(experts=[])])
+    shared = {"name": "moesaic", "settings": {"layer_budgets": "dense-first"}}
+    assert "dense-first" not in advice(method=shared)
+    mixture = [SimpleNamespace(experts=[{"expert": 0}])] * 2
     assert "--method moesaic-neurons" not in advice(layers=mixture)
+    assert "dense-first" not in advice(layers=mixture)
     assert advice(perplexity=10.3) == ""
     assert advice(perplexity=None) == ""
     assert "4,096 tokens are few" in advice(tokens=4096)

@@ -19,6 +19,7 @@ FEW_TOKENS = 65_536  # as many calibration tokens are usual at least
 OURS = "moesaic"
 DYNAMIC = "moesaic-dynamic"
 NEURONS = "moesaic-neurons"
+DENSE_FIRST = "layer_budgets=dense-first"
 
 
 def loss_ratio(report: ConversionReport) -> float | None:
@@ -45,6 +46,11 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
             "a finer grain, more and smaller experts: --grain fine without --layout"
         )
     is_mixture = any(layer.experts for layer in report.layers)
+    if _could_be_dense_first(report, is_mixture):
+        steps.append(
+            "the first layers whole and fewer experts in the others, at the same work: "
+            f"--set {DENSE_FIRST} (runs wherever equal layers do)"
+        )
     steps += _other_methods(method, is_mixture)
     skipped = 1 - report.active_ffn_fraction
     replaces_ffns = _replaces_ffns(method)
@@ -82,6 +88,13 @@ def _could_be_finer(report: ConversionReport) -> bool:
     if report.method["name"] not in {OURS, DYNAMIC}:
         return False
     return Layout.parse(report.layout).num_total <= GRAINS["medium"]
+
+
+def _could_be_dense_first(report: ConversionReport, is_mixture: bool) -> bool:
+    """Whether layers ran the same number of experts, where the first could run all."""
+    if report.method["name"] != OURS or is_mixture or len(report.layers) < 2:
+        return False
+    return bool(report.method["settings"].get("layer_budgets") == "uniform")
 
 
 def _other_methods(method: str, is_mixture: bool) -> list[str]:
