@@ -99,7 +99,7 @@ def test_the_search_goes_on_while_it_pays(monkeypatch: pytest.MonkeyPatch) -> No
     assert search(3, 4)[0] == (0, 1, 2)
     kept, lines = search(3, 2, "it broke")
     assert kept == (1, 2)
-    assert lines[1] == "first 1 layers dense, 3 experts in the others: KL divergence 2.0000"
+    assert lines[1] == "dense layers 1, experts in the others 3: KL divergence 2.0000"
     assert lines[2].endswith("it broke")
     with pytest.raises(MoesaicError, match="at once"):
         search("at once")

@@ -59,7 +59,7 @@ def search_split(
     candidates = splits(layers, sizes.num_routed, sizes.num_active)
     for dense, active in islice(candidates, TRIES):
         split = with_split(plan, dense, active)
-        line = f"first {dense} layers dense, {active} experts in the others"
+        line = f"dense layers {dense}, experts in the others {active}"
         try:
             divergence = divergence_of(split)
         except MoesaicError as error:
