@@ -219,7 +219,10 @@ def test_an_unknown_method_lists_the_known() -> None:
         ("method: moesaic\nrepair_by: least squares", "did you mean least-squares"),
         ("method: moesaic\nrepair_by: null", "unknown repair_by 'None': did you mean none"),
         ("method: moesaic-dynamic\nlayer_budgets: gradients", "did you mean gradient"),
-        ("method: moesaic\nlayer_budgets: gradual", "known are curves, dense-first, gradient, uniform"),
+        (
+            "method: moesaic\nlayer_budgets: gradual",
+            "known are curves, dense-first, gradient, uniform",
+        ),
         ("method: static\nlayer_budgets: curves", "unknown setting of method static"),
         ("method: cmoe\nrouter: linear", "unknown setting of method cmoe 'router'"),
     ],

@@ -24,9 +24,8 @@ from moesaic.layout import Layout
 TRIES = 5
 STEP = 32  # K falls by at least this part of the routed experts from try to try
 
-Split = tuple[
-    int, int
-]  # dense layers, and experts that each of the others runs
+# Dense layers, and experts that each of the others runs.
+Split = tuple[int, int]
 
 
 def splits(layers: int, routed: int, active: int) -> Iterator[Split]:
