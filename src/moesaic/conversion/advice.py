@@ -49,7 +49,7 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
     if _could_be_dense_first(report, is_mixture):
         steps.append(
             "the first layers whole and fewer experts in the others, at the same work: "
-            f"--set {DENSE_FIRST} (runs wherever equal layers do)"
+            f"--set {DENSE_FIRST} (stock engines hold it)"
         )
     steps += _other_methods(method, is_mixture)
     skipped = 1 - report.active_ffn_fraction

@@ -300,9 +300,12 @@ class _Conversion:
             }
 
         found = drafts.remembered(draft, "budgets", shared, self.share)
-        moe = self.plan.moe.only(tuple(found["layers"]))
-        sizes = tuple(Sizes(**row) for row in found["sizes"])
-        moe = moe.with_sizes(sizes).with_layout(found["layout"])
+        moe = replace(
+            self.plan.moe,
+            layout=found["layout"],
+            layers=tuple(found["layers"]),
+            sizes=tuple(Sizes(**row) for row in found["sizes"]),
+        )
         self.plan = self.plan.with_moe(moe)
 
     def _settle(self) -> None:

@@ -5,15 +5,16 @@ With k of L layers dense, the others run K of R routed experts, the most with
     k R + (L - k) K <= L A,
 
 A being what each of them runs with equal budgets. A token runs no more neurons than
-with those, and fewer routers. Where the first layers are worth most, as in many
-models, this is nearly as good as a budget for every layer, and stock engines can hold
-it. Splits are tried with more and more dense layers while the model comes closer to
+with those, and fewer routers. Where the first layers are worth most, as in
+SmolLM2-135M, this is nearly as good as a budget for every layer, and stock engines can
+hold it. Splits are tried with more and more dense layers while the model comes closer to
 the dense one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -76,9 +77,12 @@ def search_split(
 
 def with_split(plan: Plan, dense: int, active: int) -> Plan:
     """The plan with its first layers dense and so many routed experts in the others."""
+    layout = replace(Layout.parse(plan.moe.layout), num_active=active)
     layers = plan.moe.layers[dense:]
-    moe = plan.moe.only(layers)
-    moe = moe.with_budgets((active,) * len(layers))
-    layout = Layout.parse(moe.layout)
-    active_layout = Layout(layout.num_shared, active, layout.num_total)
-    return plan.with_moe(moe.with_layout(str(active_layout)))
+    moe = replace(
+        plan.moe,
+        layout=str(layout),
+        layers=layers,
+        sizes=plan.moe.sizes[dense:],
+    )
+    return plan.with_moe(moe.with_budgets((active,) * len(layers)))

@@ -423,15 +423,6 @@ class MoEConfig:
         """The same with these sizes of the converted layers."""
         return replace(self, sizes=sizes)
 
-    def only(self, layers: tuple[int, ...]) -> MoEConfig:
-        """The same where only these of the converted layers are converted."""
-        sizes = tuple(self.sizes_of(layer) for layer in layers)
-        return replace(self, layers=layers, sizes=sizes)
-
-    def with_layout(self, layout: str) -> MoEConfig:
-        """The same under another layout's name."""
-        return replace(self, layout=layout)
-
     def with_shares(self, layer: int, shares: list[float]) -> MoEConfig:
         """The same with these shares of a decoder layer's linear layers; none: equal."""
         if self.linears is None or not shares:
