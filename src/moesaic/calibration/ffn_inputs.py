@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ class FFNInputs:
     `layer` is the FFN's, and `ids_T` are the ids of all tokens; None for an expert of a
     mixture. `hold_out` keeps the last tokens of the split out of what is fitted. Without it
     everything is fitted on, and they are what is measured all the same. With `reported`
-    a method also fits what its report compares it with.
+    a method also fits what its report compares it with. `goals` are blocks y (T, D) of
+    the same tokens: what the FFN should add for the hidden states to be the dense
+    model's again. They are asked for once `blocks` are through.
 
     Of several processes each keeps the blocks of its `part`; split and ids are of all.
     `fit`, `heldout`, `map`, `statistics` and the samples are of all tokens nevertheless,
@@ -50,6 +53,7 @@ class FFNInputs:
         layer: int | None = None,
         ids_T: Tensor | None = None,
         part: Part | None = None,
+        goals: Iterable[Tensor] | None = None,
     ):
         if part is None:
             part = Part(ALONE, [], 0, split.first_heldout, 0)
@@ -67,19 +71,13 @@ class FFNInputs:
         self._first = part.first
         self._first_heldout = part.first_heldout
         self._num_heldout = split.tokens - split.first_heldout
-        self._fit: list[Tensor] = []
-        self._heldout: list[Tensor] = []
         self._known: dict[StatisticsKind, Statistics] = {}
-        start = 0
-        for x_TD in blocks:
-            tokens = len(x_TD)
-            cut = part.to_fit - start
-            cut = max(0, min(cut, tokens))
-            if cut > 0:
-                self._fit.append(x_TD[:cut].to(storage))
-            if cut < tokens:
-                self._heldout.append(x_TD[cut:].to(storage))
-            start += tokens
+        self._fit, self._heldout = _parted(blocks, part.to_fit, storage)
+        self._goals_fit: list[Tensor] | None = None
+        self._goals_heldout: list[Tensor] | None = None
+        if goals is not None:
+            parted = _parted(goals, part.to_fit, storage)
+            self._goals_fit, self._goals_heldout = parted
 
     def apart(self, most: int, heldout: int | None = None) -> FFNInputs:
         """The same with tokens held out in any case, and about `most` to fit on.
@@ -88,6 +86,7 @@ class FFNInputs:
         """
         view = copy.copy(self)
         view.hold_out = True
+        view._goals_fit = view._goals_heldout = None
         if heldout is not None:
             held_stride = self._heldout_stride(heldout)
             view._heldout = self._every_heldout(held_stride)
@@ -112,6 +111,20 @@ class FFNInputs:
         """Blocks of the last tokens of the split that this process holds."""
         return self._on_device(self._heldout)
 
+    def own_fit_goals(self) -> Iterator[Tensor | None]:
+        """The goals of `own_fit`'s blocks; None for each where there are none."""
+        if self._goals_fit is None or self._goals_heldout is None:
+            return repeat(None, len(self._to_fit))
+        if self.hold_out:
+            return self._on_device(self._goals_fit)
+        return self._on_device(self._goals_fit + self._goals_heldout)
+
+    def own_heldout_goals(self) -> Iterator[Tensor | None]:
+        """The goals of `own_heldout`'s blocks; None for each where there are none."""
+        if self._goals_heldout is None:
+            return repeat(None, len(self._heldout))
+        return self._on_device(self._goals_heldout)
+
     def fit(self) -> Iterator[Tensor]:
         """Blocks of the tokens to fit on."""
         return self._on_device(self.share.in_turn(self._to_fit))
@@ -135,6 +148,16 @@ class FFNInputs:
         """At most SAMPLE_TOKENS tokens (T, D) to fit on, evenly spaced."""
         stride = sample_stride(self.tokens)
         return self.share.gathered(every(self.own_fit(), stride, self._first))
+
+    def sample_goals(self) -> Tensor | None:
+        """The goals of `sample`; None where there are none."""
+        if self._goals_fit is None:
+            return None
+        stride = sample_stride(self.tokens)
+        goals = (
+            goal_TD for goal_TD in self.own_fit_goals() if goal_TD is not None
+        )
+        return self.share.gathered(every(goals, stride, self._first))
 
     def heldout_sample(self, most: int) -> Tensor:
         """At most so many of the last tokens of the split (T, D), evenly spaced."""
@@ -171,3 +194,21 @@ class FFNInputs:
     ) -> None:
         """Hands over statistics that were computed for many experts at once."""
         self._known[kind] = statistics
+
+
+def _parted(
+    blocks: Iterable[Tensor], to_fit: int, storage: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Blocks of the first `to_fit` tokens, and of those that are held out."""
+    fit = []
+    heldout = []
+    start = 0
+    for block_TD in blocks:
+        tokens = len(block_TD)
+        cut = max(0, min(to_fit - start, tokens))
+        if cut > 0:
+            fit.append(block_TD[:cut].to(storage))
+        if cut < tokens:
+            heldout.append(block_TD[cut:].to(storage))
+        start += tokens
+    return fit, heldout

@@ -10,6 +10,7 @@ T tokens of a block, I inputs of a module.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,30 @@ class Stream:
             hidden_BLD, _ = _bypass(ffns, self.own_ids_NL[start:end])
             self.hidden_NLD[start:end] = hidden_BLD
         self._additive: dict[type[nn.Module], bool] = {}
+
+    def twin(self) -> Stream:
+        """Another one at the same place, which goes its own way."""
+        other = copy.copy(self)
+        other.hidden_NLD = self.hidden_NLD.clone()
+        return other
+
+    def goals(self, layer: int, dense: Stream) -> Iterator[Tensor] | None:
+        """Yields what the FFN should add (T, D) for the states to be those of `dense`.
+
+        `dense` has passed the layer, this stream's `ffn_calls` are through and it has not
+        gone on yet. None where the layer does more than add what its FFN gives.
+        """
+        if not self._is_additive(layer):
+            return None
+        pairs = zip(
+            self.hidden_NLD.split(self.block),
+            dense.hidden_NLD.split(self.block),
+            strict=True,
+        )
+        return (
+            (dense_BLD - hidden_BLD).flatten(0, 1)
+            for hidden_BLD, dense_BLD in pairs
+        )
 
     def ffn_inputs(self, layer: int) -> Iterator[Tensor]:
         """Yields the inputs x (T, D) of a layer's FFN block by block.

@@ -76,7 +76,9 @@ class Run:
     `draft` is the folder that finished layers are written to, and read from where an
     earlier run wrote them; of several processes the first has it. A `trial` leaves
     replacements as they are evaluated fastest, under a mask. Where no FFN is `reported`
-    on, nothing is measured, nor fitted for it. `seconds` collects the time of each step.
+    on, nothing is measured, nor fitted for it, and no drift undone. `dense` is the stream
+    through the dense model, where one is followed. `seconds` collects the time of each
+    step.
     """
 
     stream: Stream
@@ -88,6 +90,7 @@ class Run:
     progress: bool = False
     trial: bool = False
     reported: bool = True
+    dense: Stream | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.seconds)
@@ -99,7 +102,13 @@ class Run:
         """
         ffns = self.stream.ffns
         reports = []
+        is_mixture = isinstance(ffns, Mixtures)
+        if method.undo_drift and self.reported and not is_mixture:
+            self.dense = self.stream.twin()
         for layer in self._layers_in_order():
+            if self.dense is not None:
+                self.dense.advance(layer)
+                self.clock("follow the dense model")
             if layer not in self.plan.moe.layers:
                 self.stream.advance(layer)
                 self.clock("advance")
@@ -287,7 +296,11 @@ class Run:
         ffns = self.stream.ffns
         prefixes = [ffns.state_prefix(layer)]
         inputs = ffn_inputs(
-            self.stream, layer, self.calibration, method.fits_weights
+            self.stream,
+            layer,
+            self.calibration,
+            method.fits_weights,
+            self.dense,
         )
         self.clock("inputs")
         saved = self._finished(layer, prefixes)
@@ -453,9 +466,17 @@ class Run:
 
 
 def ffn_inputs(
-    stream: Stream, layer: int, calibration: CalibrationSet, hold_out: bool
+    stream: Stream,
+    layer: int,
+    calibration: CalibrationSet,
+    hold_out: bool,
+    dense: Stream | None = None,
 ) -> FFNInputs:
-    """The inputs of one layer's FFN, which the stream is to `advance` with."""
+    """The inputs of one layer's FFN, which the stream is to `advance` with.
+
+    With the goals of a `dense` stream that has passed the layer, if there is one.
+    """
+    goals = None if dense is None else stream.goals(layer, dense)
     return FFNInputs(
         stream.ffn_inputs(layer),
         calibration.split,
@@ -465,6 +486,7 @@ def ffn_inputs(
         layer,
         stream.ids_NL.flatten(),
         stream.part,
+        goals,
     )
 
 

@@ -40,6 +40,10 @@ USUAL_SPARSITY = 0.25
 LAYER_BUDGETS = ("uniform", "gradient")
 LINEARS = ("all", "ffn")
 REPAIRS = ("least-squares", "mean", "none")
+UNDO_DRIFT_HELP = (
+    "How much of the drift from the dense model's hidden states the repair takes back; "
+    "0: none, 1: all that it can."
+)
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,10 @@ def setting(
     help: str,
     least: int | None = None,
     choices: tuple[str, ...] | None = None,
+    most: int | None = None,
 ) -> Any:
     """A field of a method: its default, what it means, and which values it takes."""
-    metadata = {"help": help, "least": least, "choices": choices}
+    metadata = {"help": help, "least": least, "choices": choices, "most": most}
     return field(default=default, metadata=metadata)
 
 
@@ -240,10 +245,15 @@ class Method(ABC):
         rule = "it must be a number" if is_real else "it must be a whole number"
         if least is not None:
             rule = f"{rule} >= {least}"
+        most = metadata["most"]
+        if most is not None:
+            rule = f"{rule} and <= {most}"
         kinds = (int, float) if is_real else (int,)
         if type(value) not in kinds or not math.isfinite(value):
             raise self._bad_setting(name, rule)
         if least is not None and value < least:
+            raise self._bad_setting(name, rule)
+        if most is not None and value > most:
             raise self._bad_setting(name, rule)
 
     def _bad_setting(self, name: str, rule: str) -> MoesaicError:
@@ -268,6 +278,9 @@ class FFNMethod(Method):
     searches_layouts: ClassVar[bool] = False
     # How layers share a budget; "own": as `sizes_of_layers` says.
     layer_budgets: ClassVar[str] = "uniform"
+    # How much of the drift from the dense model's hidden states its repair takes back.
+    # Above 0 the run follows these states beside the converted model's own.
+    undo_drift: ClassVar[float] = 0.0
 
     @abstractmethod
     def block(self, ffn: FFNShape) -> BlockConfig:

@@ -297,22 +297,31 @@ def fit_repair(
     up_steps: int = 0,
     mask: Callable[[Tensor], Tensor] | None = None,
     stand_in: Callable[[Tensor], Tensor] | None = None,
+    undo_drift: float = 0.0,
 ) -> DenseFFN:
     """W_down refitted, and with `up_steps` the rows of W_up too, if that helps.
 
-    `mask` and `stand_in` as `Kept` has them. Notes in `fit.made` what was done. The
-    static reference is fitted in the same pass, where nothing was copied and a report
-    will tell of it.
+    `mask` and `stand_in` as `Kept` has them, `undo_drift` as `choose_repairs` has it.
+    Notes in `fit.made` what was done. The static reference is fitted in the same pass,
+    where nothing was copied and a report will tell of it.
     """
     made = fit.made
     neurons_N = torch.from_numpy(fit.partition.neurons_N)
     kept = Kept(neurons_N.to(fit.device), mask, stand_in)
-    repair = _fit_outputs(fit, kept, method, intercept)
+    repair = _fit_outputs(fit, kept, method, intercept, undo_drift)
     repaired = repair.apply(fit.ffn, kept)
     if up_steps and fit.ffn.gated:
-        refitted = with_up_rows(fit.inputs, fit.dense, repaired, kept, up_steps)
+        refitted = with_up_rows(
+            fit.inputs, fit.dense, repaired, kept, up_steps, undo_drift
+        )
         (second_repair,) = choose_repairs(
-            fit.inputs, refitted, [kept], method, intercept, target=fit.dense
+            fit.inputs,
+            refitted,
+            [kept],
+            method,
+            intercept,
+            target=fit.dense,
+            undo_drift=undo_drift,
         )
         if second_repair.error_after < repair.error_after:
             repaired = second_repair.apply(refitted, kept)
@@ -339,12 +348,22 @@ def _is_finite(ffn: DenseFFN) -> bool:
 
 
 def _fit_outputs(
-    fit: LayerFit, kept: Kept, method: str, intercept: bool
+    fit: LayerFit,
+    kept: Kept,
+    method: str,
+    intercept: bool,
+    undo_drift: float,
 ) -> Repair:
     """The repair of W_down; beside it, in the same pass, that of static pruning."""
     if fit.ffn is not fit.dense:
         (repair,) = choose_repairs(
-            fit.inputs, fit.ffn, [kept], method, intercept, target=fit.dense
+            fit.inputs,
+            fit.ffn,
+            [kept],
+            method,
+            intercept,
+            target=fit.dense,
+            undo_drift=undo_drift,
         )
         return repair
     static_N = fit.made.static_N
@@ -354,7 +373,14 @@ def _fit_outputs(
     is_reference = kept.mask is None and torch.equal(kept.neurons_N, static_N)
     if fit.inputs.reported and not is_reference:
         candidates.append(Kept(static_N))
-    repairs = choose_repairs(fit.inputs, fit.ffn, candidates, method, intercept)
+    repairs = choose_repairs(
+        fit.inputs,
+        fit.ffn,
+        candidates,
+        method,
+        intercept,
+        undo_drift=undo_drift,
+    )
     if fit.inputs.reported:
         fit.made.static_repair = repairs[-1]
     return repairs[0]

@@ -29,6 +29,7 @@ from moesaic.layout import Layout
 from moesaic.methods.base import (
     LAYER_BUDGETS,
     REPAIRS,
+    UNDO_DRIFT_HELP,
     FFNShape,
     ModelShape,
     setting,
@@ -108,6 +109,9 @@ class Moesaic(ExpertMethod):
         "Steps that refit the rows of W_up too; 4 loses less, takes longer.",
         0,
     )
+    undo_drift: float = setting(  # type: ignore[misc]
+        0.5, UNDO_DRIFT_HELP, 0, most=1
+    )
     layer_budgets: str = setting(  # type: ignore[misc]
         "uniform",
         "How many experts each layer runs: uniform, all in the first layers and fewer in "
@@ -166,11 +170,18 @@ class Moesaic(ExpertMethod):
             return fit.ffn
         mask = mask_of(fit.partition, fit.router)
         return fit_repair(
-            fit, self.repair_by, self.intercept, self.up_steps, mask
+            fit,
+            self.repair_by,
+            self.intercept,
+            self.up_steps,
+            mask,
+            undo_drift=self.undo_drift,
         )
 
     def without_repair(self) -> Moesaic:
-        return replace(self, repair_by="none", intercept=False, up_steps=0)
+        return replace(
+            self, repair_by="none", intercept=False, up_steps=0, undo_drift=0.0
+        )
 
     def _importance(self, fit: LayerFit) -> NDArray[np.float64]:
         if self.importance == "contribution":

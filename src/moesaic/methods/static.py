@@ -10,7 +10,12 @@ from typing import Any
 
 from moesaic.families import DenseFFN
 from moesaic.layout import Layout
-from moesaic.methods.base import LAYER_BUDGETS, FFNShape, setting
+from moesaic.methods.base import (
+    LAYER_BUDGETS,
+    UNDO_DRIFT_HELP,
+    FFNShape,
+    setting,
+)
 from moesaic.methods.contents import METHODS
 from moesaic.methods.expert_method import (
     ExpertMethod,
@@ -52,6 +57,9 @@ class StaticRepaired(Static):
     description = METHODS["static-repaired"]
     fits_weights = True
 
+    undo_drift: float = setting(  # type: ignore[misc]
+        0.5, UNDO_DRIFT_HELP, 0, most=1
+    )
     layer_budgets: str = setting(  # type: ignore[misc]
         "uniform",
         "How many neurons each layer keeps: uniform, or as many as gradients say; other "
@@ -60,4 +68,6 @@ class StaticRepaired(Static):
     )
 
     def repair(self, fit: LayerFit) -> DenseFFN:
-        return fit_repair(fit, "least-squares", intercept=False)
+        return fit_repair(
+            fit, "least-squares", intercept=False, undo_drift=self.undo_drift
+        )

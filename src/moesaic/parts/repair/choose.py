@@ -172,10 +172,12 @@ def choose_repairs(
     method: str,
     intercept: bool,
     target: DenseFFN | None = None,
+    undo_drift: float = 0.0,
 ) -> list[Repair]:
     """For each way of masking the FFN, the repair of least held-out error.
 
-    What is to be met is the output of `target`, the same FFN unless said. One pass
+    What is to be met is the output of `target`, the same FFN unless said, or what lies
+    `undo_drift` of the way from there to the goals of `inputs`, if it has any. One pass
     over the tokens to fit on and one over those held out, for all of them together;
     several processes share it. A repair that does not lower the held-out error is not
     made. Least squares with fewer than TOKENS_PER_NEURON tokens per neuron falls back to
@@ -191,16 +193,19 @@ def choose_repairs(
         moments = Moments(neurons, hidden_size, down_FD.device)
         trials.append(_Trial(masking, columns_N, moments, dtype))
 
-    def outputs(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs(x_TD: Tensor, goal_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         h_TF = ffn.hidden(x_TD).float()
         with products_of(dtype):
             if target is None:
-                return h_TF, h_TF @ down_FD
-            target_h_TF = target.hidden(x_TD).float()
-            return h_TF, target_h_TF @ target.down_DF.float().T
+                dense_TD = h_TF @ down_FD
+            else:
+                target_h_TF = target.hidden(x_TD).float()
+                dense_TD = target_h_TF @ target.down_DF.float().T
+        return h_TF, _towards(goal_TD, dense_TD, undo_drift)
 
-    for x_TD in inputs.own_fit():
-        h_TF, dense_TD = outputs(x_TD)
+    for block in zip(inputs.own_fit(), inputs.own_fit_goals(), strict=True):
+        x_TD, _ = block
+        h_TF, dense_TD = outputs(*block)
         # The first comes last: it may mask h_TF itself.
         for trial in reversed(trials):
             trial.add_(x_TD, h_TF, dense_TD)
@@ -209,8 +214,11 @@ def choose_repairs(
         trial.fit(down_FD, method, intercept)
 
     energy = 0.0
-    for x_TD in inputs.own_heldout():
-        h_TF, dense_TD = outputs(x_TD)
+    for block in zip(
+        inputs.own_heldout(), inputs.own_heldout_goals(), strict=True
+    ):
+        x_TD, _ = block
+        h_TF, dense_TD = outputs(*block)
         energy += dense_TD.square().sum(dtype=torch.float64).item()
         for trial in reversed(trials):
             trial.add_errors_(x_TD, h_TF, dense_TD)
@@ -218,6 +226,15 @@ def choose_repairs(
     for trial in trials:
         inputs.share.total_(trial.error_C)
     return [trial.best(energy) for trial in trials]
+
+
+def _towards(
+    goal_TD: Tensor | None, output_TD: Tensor, undo_drift: float
+) -> Tensor:
+    """What a repair is to meet: y + undo_drift (goal - y)."""
+    if goal_TD is None or not undo_drift:
+        return output_TD
+    return output_TD.lerp(goal_TD.to(output_TD.dtype), undo_drift)
 
 
 def _in_order(
@@ -244,8 +261,9 @@ def with_up_rows(
     repaired: DenseFFN,
     kept: Kept,
     steps: int,
+    undo_drift: float = 0.0,
 ) -> DenseFFN:
-    """The repaired FFN with rows of W_up refitted to the FFN's own output.
+    """The repaired FFN with rows of W_up refitted to what the repair was to meet.
 
     On a sample of tokens. Without its intercept, which the next repair of the output
     vectors finds anew.
@@ -259,6 +277,7 @@ def with_up_rows(
     h_TN = kept.hidden_(x_TD, h_TN)
 
     dense_TD = ffn.output(ffn.hidden(x_TD)).float()
+    dense_TD = _towards(inputs.sample_goals(), dense_TD, undo_drift)
     output_TD = h_TN @ down_ND
     if repaired.down_bias_D is not None:
         output_TD = output_TD + repaired.down_bias_D.float()
