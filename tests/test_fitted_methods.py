@@ -357,3 +357,45 @@ def test_the_configuration_says_what_the_blocks_are(method: Method) -> None:
         assert (layer.mlp.output_bias is not None) == intercept
         if moe.router is not None:
             assert layer.mlp.router.chooser == known.chooser
+
+
+def weights_by_layer(model: Any) -> list[dict[str, torch.Tensor]]:
+    layers = model.model.layers
+    return [{name: p.detach() for name, p in layer.mlp.named_parameters()} for layer in layers]
+
+
+@pytest.mark.parametrize("method", ["moesaic", "static-repaired"])
+def test_drift_begins_after_the_first_layer(method: str) -> None:
+    """Nothing has drifted before it: its repair is the same, those of the others are not."""
+    kept, undone = (
+        convert(tiny_model("llama"), load_method(method, {"undo_drift": share}))[0]
+        for share in (0.0, 1.0)
+    )
+    pairs = zip(weights_by_layer(kept), weights_by_layer(undone), strict=True)
+    for layer, (before, after) in enumerate(pairs):
+        down = next(name for name in before if "down" in name)
+        close = torch.allclose(before[down], after[down], atol=1e-4)
+        assert close == (layer == 0)
+
+
+@torch.no_grad()
+def test_undone_drift_brings_hidden_states_nearer_to_the_dense_models() -> None:
+    """On the calibration tokens, after the last layer but one: by what the repair promises."""
+    dense = tiny_model("llama")
+    hidden = dense.model(input_ids=WINDOWS, output_hidden_states=True).hidden_states[-2]
+    distances = []
+    for share in (0.0, 0.5, 1.0):
+        method = load_method("static-repaired", {"undo_drift": share})
+        model, _ = convert(tiny_model("llama"), method)
+        own = model.model(input_ids=WINDOWS, output_hidden_states=True).hidden_states[-2]
+        distances.append(float((own - hidden).norm()))
+    assert distances[0] > distances[1] > distances[2]
+
+
+def test_where_layers_scale_what_the_ffn_adds_no_drift_is_undone() -> None:
+    """Gemma 2 normalises it first: the same model with and without."""
+    first, second = (
+        convert(tiny_model("gemma2"), load_method("moesaic", {"undo_drift": share}))[0]
+        for share in (0.0, 1.0)
+    )
+    assert torch.equal(logits(first, WINDOWS), logits(second, WINDOWS))

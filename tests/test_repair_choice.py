@@ -171,3 +171,21 @@ def test_the_ridge_is_chosen_on_tokens_held_out() -> None:
 
     assert chosen(2000, 0.0) == f"least squares, ridge {RIDGES[0]:g}"
     assert chosen(400, 12.0) == f"least squares, ridge {RIDGES[-1]:g}"
+
+
+@pytest.mark.parametrize(("undo_drift", "scale"), [(0.0, 1.0), (0.5, 2.0), (1.0, 3.0)])
+def test_goals_are_met_as_far_as_was_asked_for(undo_drift: float, scale: float) -> None:
+    """The FFN gives x, the goal is 3 x, and all neurons are kept: W_down grows by 2 undo_drift."""
+    ffn = identity_ffn(4)
+    x_TD = torch.randn(4000, 4)
+    split = Split.last_eighth(len(x_TD))
+    goals = (3 * x_TD).split(64)
+    inputs = FFNInputs(x_TD.split(64), split, True, CPU, CPU, goals=goals)
+    kept = Kept(torch.arange(4))
+    (repair,) = choose_repairs(
+        inputs, ffn, [kept], "least-squares", intercept=False, undo_drift=undo_drift
+    )
+    before = ((scale - 1) / scale) ** 2
+    assert repair.error_before == pytest.approx(before, abs=1e-5)
+    repaired = repair.apply(ffn, kept)
+    torch.testing.assert_close(repaired.down_DF, scale * torch.eye(4), atol=0.02, rtol=0)

@@ -185,6 +185,7 @@ def choose_repairs(
     """
     ffn, columns = _in_order(ffn, kept)
     dtype = ffn.down_DF.dtype
+    bias_D = ffn.down_bias_D
     down_FD = ffn.down_DF.float().T.contiguous()
     hidden_size = down_FD.shape[1]
     trials = []
@@ -201,6 +202,8 @@ def choose_repairs(
             else:
                 target_h_TF = target.hidden(x_TD).float()
                 dense_TD = target_h_TF @ target.down_DF.float().T
+        if goal_TD is not None and bias_D is not None:
+            goal_TD = goal_TD.float() - bias_D.float()  # which stays as it is
         return h_TF, _towards(goal_TD, dense_TD, undo_drift)
 
     for block in zip(inputs.own_fit(), inputs.own_fit_goals(), strict=True):
