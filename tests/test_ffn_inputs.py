@@ -110,10 +110,10 @@ def test_statistics_are_of_the_tokens_to_fit_on_and_known_ones_are_not_computed_
 def test_goals_stay_beside_their_tokens(
     tokens: int, size: int, goal_size: int, hold_out: bool
 ) -> None:
-    """Also where the sample and blocks are cut: a goal is ten times its input here."""
+    """Also where the sample and blocks are cut: a goal is nine times its input here."""
     x_TD = torch.arange(tokens * 2.0).view(tokens, 2)
     split = Split.last_eighth(tokens)
-    goals = (10 * x_TD).split(size)
+    goals = zip(x_TD.split(size), (10 * x_TD).split(size), strict=True)
     inputs = FFNInputs(x_TD.split(size), split, hold_out, CPU, CPU, goals=goals)
     for blocks, beside in (
         (inputs.own_fit(), inputs.own_fit_goals()),
@@ -121,10 +121,10 @@ def test_goals_stay_beside_their_tokens(
     ):
         for block_TD, goal_TD in zip(blocks, beside, strict=True):
             assert goal_TD is not None
-            assert torch.equal(goal_TD, 10 * block_TD)
+            assert torch.equal(goal_TD, 9 * block_TD)
     sample_goal_TD = inputs.sample_goals()
     assert sample_goal_TD is not None
-    assert torch.equal(sample_goal_TD, 10 * inputs.sample())
+    assert torch.equal(sample_goal_TD, 9 * inputs.sample())
     _, without = inputs_of(tokens, goal_size, hold_out)
     for sample in (inputs.apart(8), without):
         assert sample.sample_goals() is None

@@ -179,7 +179,7 @@ def test_goals_are_met_as_far_as_was_asked_for(undo_drift: float, scale: float) 
     ffn = identity_ffn(4)
     x_TD = torch.randn(4000, 4)
     split = Split.last_eighth(len(x_TD))
-    goals = (3 * x_TD).split(64)
+    goals = [(block_TD, 4 * block_TD) for block_TD in x_TD.split(64)]
     inputs = FFNInputs(x_TD.split(64), split, True, CPU, CPU, goals=goals)
     kept = Kept(torch.arange(4))
     (repair,) = choose_repairs(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -32,9 +32,10 @@ class FFNInputs:
     `layer` is the FFN's, and `ids_T` are the ids of all tokens; None for an expert of a
     mixture. `hold_out` keeps the last tokens of the split out of what is fitted. Without it
     everything is fitted on, and they are what is measured all the same. With `reported`
-    a method also fits what its report compares it with. `goals` are blocks y (T, D) of
-    the same tokens: what the FFN should add for the hidden states to be the dense
-    model's again. They are asked for once `blocks` are through.
+    a method also fits what its report compares it with. `goals` are of the same tokens,
+    two blocks (T, D) each time: the hidden states that the FFN's output is added to, and
+    those that should come out. They are asked for once `blocks` are through, and read,
+    not copied.
 
     Of several processes each keeps the blocks of its `part`; split and ids are of all.
     `fit`, `heldout`, `map`, `statistics` and the samples are of all tokens nevertheless,
@@ -53,7 +54,7 @@ class FFNInputs:
         layer: int | None = None,
         ids_T: Tensor | None = None,
         part: Part | None = None,
-        goals: Iterable[Tensor] | None = None,
+        goals: Iterable[tuple[Tensor, Tensor]] | None = None,
     ):
         if part is None:
             part = Part(ALONE, [], 0, split.first_heldout, 0)
@@ -73,11 +74,12 @@ class FFNInputs:
         self._num_heldout = split.tokens - split.first_heldout
         self._known: dict[StatisticsKind, Statistics] = {}
         self._fit, self._heldout = _parted(blocks, part.to_fit, storage)
-        self._goals_fit: list[Tensor] | None = None
-        self._goals_heldout: list[Tensor] | None = None
-        if goals is not None:
-            parted = _parted(goals, part.to_fit, storage)
-            self._goals_fit, self._goals_heldout = parted
+        self._has_goals = goals is not None
+        pairs = list(goals or ())
+        before = [before_TD for before_TD, _ in pairs]
+        after = [after_TD for _, after_TD in pairs]
+        self._before = _parted(before, part.to_fit, storage)
+        self._after = _parted(after, part.to_fit, storage)
 
     def apart(self, most: int, heldout: int | None = None) -> FFNInputs:
         """The same with tokens held out in any case, and about `most` to fit on.
@@ -86,7 +88,7 @@ class FFNInputs:
         """
         view = copy.copy(self)
         view.hold_out = True
-        view._goals_fit = view._goals_heldout = None
+        view._has_goals = False
         if heldout is not None:
             held_stride = self._heldout_stride(heldout)
             view._heldout = self._every_heldout(held_stride)
@@ -113,17 +115,24 @@ class FFNInputs:
 
     def own_fit_goals(self) -> Iterator[Tensor | None]:
         """The goals of `own_fit`'s blocks; None for each where there are none."""
-        if self._goals_fit is None or self._goals_heldout is None:
+        if not self._has_goals:
             return repeat(None, len(self._to_fit))
         if self.hold_out:
-            return self._on_device(self._goals_fit)
-        return self._on_device(self._goals_fit + self._goals_heldout)
+            return self._goals(0)
+        return chain(self._goals(0), self._goals(1))
 
     def own_heldout_goals(self) -> Iterator[Tensor | None]:
         """The goals of `own_heldout`'s blocks; None for each where there are none."""
-        if self._goals_heldout is None:
+        if not self._has_goals:
             return repeat(None, len(self._heldout))
-        return self._on_device(self._goals_heldout)
+        return self._goals(1)
+
+    def _goals(self, half: int) -> Iterator[Tensor]:
+        """What the FFN should add: 0, for tokens to fit on; 1, for those held out."""
+        pairs = zip(self._before[half], self._after[half], strict=True)
+        for before_TD, after_TD in pairs:
+            goal_TD = after_TD.float() - before_TD.float()
+            yield goal_TD.to(self.device)
 
     def fit(self) -> Iterator[Tensor]:
         """Blocks of the tokens to fit on."""
@@ -151,7 +160,7 @@ class FFNInputs:
 
     def sample_goals(self) -> Tensor | None:
         """The goals of `sample`; None where there are none."""
-        if self._goals_fit is None:
+        if not self._has_goals:
             return None
         stride = sample_stride(self.tokens)
         goals = (

@@ -80,11 +80,14 @@ class Stream:
         other.hidden_NLD = self.hidden_NLD.clone()
         return other
 
-    def goals(self, layer: int, dense: Stream) -> Iterator[Tensor] | None:
-        """Yields what the FFN should add (T, D) for the states to be those of `dense`.
+    def goals(
+        self, layer: int, dense: Stream
+    ) -> Iterator[tuple[Tensor, Tensor]] | None:
+        """Yields the states (T, D) that the FFN's output is added to, and those of `dense`.
 
-        `dense` has passed the layer, this stream's `ffn_calls` are through and it has not
-        gone on yet. None where the layer does more than add what its FFN gives.
+        `dense` has passed the layer; this stream's `ffn_calls` are through when the first
+        are asked for, and it has not gone on when the last are read: they are views. None
+        where the layer does more than add what its FFN gives.
         """
         if not self._is_additive(layer):
             return None
@@ -94,7 +97,7 @@ class Stream:
             strict=True,
         )
         return (
-            (dense_BLD - hidden_BLD).flatten(0, 1)
+            (hidden_BLD.flatten(0, 1), dense_BLD.flatten(0, 1))
             for hidden_BLD, dense_BLD in pairs
         )
 

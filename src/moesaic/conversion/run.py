@@ -103,12 +103,10 @@ class Run:
         ffns = self.stream.ffns
         reports = []
         is_mixture = isinstance(ffns, Mixtures)
-        if method.undo_drift and self.reported and not is_mixture:
-            self.dense = self.stream.twin()
+        undo_drift = method.undo_drift and self.reported and not is_mixture
         for layer in self._layers_in_order():
-            if self.dense is not None:
-                self.dense.advance(layer)
-                self.clock("follow the dense model")
+            if undo_drift:
+                self._follow_dense(layer)
             if layer not in self.plan.moe.layers:
                 self.stream.advance(layer)
                 self.clock("advance")
@@ -121,6 +119,17 @@ class Run:
                 report = self._replace_ffn(method, layer)
                 reports.append(report)
         return reports
+
+    def _follow_dense(self, layer: int) -> None:
+        """Passes all tokens through the dense layer, once layers before it have changed.
+
+        Or are about to: up to the first that is replaced both streams are the same.
+        """
+        if self.dense is None and layer in self.plan.moe.layers:
+            self.dense = self.stream.twin()
+        if self.dense is not None:
+            self.dense.advance(layer)
+            self.clock("follow the dense model")
 
     def replace_linears(self, method: LinearMethod) -> list[LayerReport]:
         """The same for a method that replaces linear layers, wherever they stand."""

@@ -70,7 +70,7 @@ def convert(
     model that is no object in memory. The report's `recovery` says what it gained.
 
     Returns the converted model and its report. Raises MoesaicError for any bad input
-    and leaves nothing on the disk then. Time: the layers take two (cmoe) to three and a
+    and leaves nothing on the disk then. Time: the layers take two (cmoe) to four and a
     half (moesaic) forward passes over the calibration tokens; loading, the choice of a
     layout and the two perplexities come on top. Memory: the dense weights, two FFNs
     more, the inputs of one layer and its FFN for all tokens, and what a method's

@@ -3,7 +3,7 @@
 docs/method.md holds the equations. `moesaic` has a linear router and a fixed number of
 experts for every token, which stock architectures hold. `moesaic-dynamic` runs every
 expert above its threshold, reads products of directions too, and lets layers share one
-budget. Both cost about 3.5 forward passes over the calibration tokens; sharing a budget
+budget. Both cost about 4.5 forward passes over the calibration tokens; sharing a budget
 takes three to four times as long.
 
 Shape suffixes: T tokens, S tokens of the sample, D hidden_size, P features, R routed

@@ -203,7 +203,7 @@ def choose_repairs(
                 target_h_TF = target.hidden(x_TD).float()
                 dense_TD = target_h_TF @ target.down_DF.float().T
         if goal_TD is not None and bias_D is not None:
-            goal_TD = goal_TD.float() - bias_D.float()  # which stays as it is
+            goal_TD = goal_TD - bias_D.float()  # which stays as it is
         return h_TF, _towards(goal_TD, dense_TD, undo_drift)
 
     for block in zip(inputs.own_fit(), inputs.own_fit_goals(), strict=True):
@@ -237,7 +237,7 @@ def _towards(
     """What a repair is to meet: y + undo_drift (goal - y)."""
     if goal_TD is None or not undo_drift:
         return output_TD
-    return output_TD.lerp(goal_TD.to(output_TD.dtype), undo_drift)
+    return output_TD.lerp(goal_TD, undo_drift)
 
 
 def _in_order(
