@@ -75,7 +75,9 @@ def test_all_experts_active_is_the_dense_model(family: str, layout: str) -> None
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 @fitted
 def test_repair_never_worsens_the_error_on_held_out_tokens(method: Method, family: str) -> None:
-    _, report = convert(tiny_model(family), method)
+    """Of the layer by itself: one that takes back drift meets another aim."""
+    by_itself = replace(method, undo_drift=0.0)  # type: ignore[call-arg]
+    _, report = convert(tiny_model(family), by_itself)
     for layer in report.layers:
         before = layer.references["static" if method == STATIC_REPAIRED else "unrepaired"]
         assert layer.heldout

@@ -449,4 +449,5 @@ def test_public_names() -> None:
     assert moesaic.Method is Method
     assert moesaic.load_method is load_method
     assert moesaic.METHODS is METHODS
-    assert setting(3, "Help.", 1).metadata == {"help": "Help.", "least": 1, "choices": None}
+    metadata = setting(3, "Help.", 1).metadata
+    assert metadata == {"help": "Help.", "least": 1, "choices": None, "most": None}

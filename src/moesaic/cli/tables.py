@@ -65,7 +65,8 @@ TASK_METRICS = {
 # What the columns of a conversion's layers mean.
 MEANING = {
     "error": "error: of the layer's output over the output's energy, on held-out tokens "
-    "(on those that neurons were chosen by, where a method fits no weights)",
+    "(on those that neurons were chosen by, where a method fits no weights); a repair that "
+    "undoes drift has more of it, and loses less in the end",
     "static": "static: keeps the best neurons and routes nothing",
     "static-repaired": "static+repair: static, with refitted output weights",
     "random": "random: random neurons for each token",
