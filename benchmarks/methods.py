@@ -88,7 +88,13 @@ class Refitted(StaticRepaired):
     """Static pruning with the rows of W_up refitted too."""
 
     def repair(self, fit: Any) -> Any:
-        return fit_repair(fit, "least-squares", intercept=False, up_steps=4)
+        return fit_repair(
+            fit,
+            "least-squares",
+            intercept=False,
+            up_steps=4,
+            undo_drift=self.undo_drift,
+        )
 
 
 def varied(

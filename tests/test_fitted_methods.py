@@ -401,3 +401,15 @@ def test_where_layers_scale_what_the_ffn_adds_no_drift_is_undone() -> None:
         for share in (0.0, 1.0)
     )
     assert torch.equal(logits(first, WINDOWS), logits(second, WINDOWS))
+    assert not Stream(find_ffns(tiny_model("gemma2")), WINDOWS, torch.device("cpu")).adds_ffn(0)
+
+
+def test_the_dense_model_is_followed_only_where_it_serves() -> None:
+    """Not where nothing is repaired: that conversion takes no such step."""
+    for settings, follows in (
+        ({}, True),
+        ({"undo_drift": 0.0}, False),
+        ({"repair_by": "none"}, False),
+    ):
+        _, report = convert(tiny_model("llama"), load_method("moesaic", settings))
+        assert ("follow the dense model" in report.step_seconds) == follows

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moesaic.calibration.calibration_set import Split
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.families import DenseFFN
-from moesaic.parts.repair import Kept, Repair, choose_repairs
+from moesaic.parts.repair import Kept, Repair, choose_repairs, with_up_rows
 from moesaic.parts.repair.least_squares import RIDGES, TOKENS_PER_NEURON
 
 CPU = torch.device("cpu")
@@ -176,10 +176,12 @@ def test_the_ridge_is_chosen_on_tokens_held_out() -> None:
 @pytest.mark.parametrize(("undo_drift", "scale"), [(0.0, 1.0), (0.5, 2.0), (1.0, 3.0)])
 def test_goals_are_met_as_far_as_was_asked_for(undo_drift: float, scale: float) -> None:
     """The FFN gives x, the goal is 3 x, and all neurons are kept: W_down grows by 2 undo_drift."""
-    ffn = identity_ffn(4)
+    bias_D = torch.tensor([5.0, 0.0, -5.0, 1.0])
+    ffn = replace(identity_ffn(4), down_bias_D=bias_D)
     x_TD = torch.randn(4000, 4)
     split = Split.last_eighth(len(x_TD))
-    goals = [(block_TD, 4 * block_TD) for block_TD in x_TD.split(64)]
+    # The bias is added all the same, and is no part of what W_down has to give.
+    goals = [(block_TD, 4 * block_TD + bias_D) for block_TD in x_TD.split(64)]
     inputs = FFNInputs(x_TD.split(64), split, True, CPU, CPU, goals=goals)
     kept = Kept(torch.arange(4))
     (repair,) = choose_repairs(
@@ -189,3 +191,17 @@ def test_goals_are_met_as_far_as_was_asked_for(undo_drift: float, scale: float) 
     assert repair.error_before == pytest.approx(before, abs=1e-5)
     repaired = repair.apply(ffn, kept)
     torch.testing.assert_close(repaired.down_DF, scale * torch.eye(4), atol=0.02, rtol=0)
+
+
+def test_rows_of_up_are_refitted_to_the_goals_too() -> None:
+    """The FFN gives x and the goal is 3 x, half of it asked for: rows of W_up double."""
+    x_TD = torch.randn(4000, 4)
+    ffn = replace(identity_ffn(4), gate_FD=torch.zeros(4, 4), gate_bias_F=torch.ones(4))
+    goals = [(block_TD, 4 * block_TD) for block_TD in x_TD.split(64)]
+    split = Split.last_eighth(len(x_TD))
+    inputs = FFNInputs(x_TD.split(64), split, True, CPU, CPU, goals=goals)
+    kept = Kept(torch.arange(4))
+    refitted = with_up_rows(inputs, ffn, ffn, kept, steps=20, undo_drift=0.5)
+    torch.testing.assert_close(refitted.up_FD, 2 * torch.eye(4), atol=0.02, rtol=0)
+    as_it_was = with_up_rows(inputs, ffn, ffn, kept, steps=20)
+    torch.testing.assert_close(as_it_was.up_FD, torch.eye(4), atol=1e-4, rtol=0)

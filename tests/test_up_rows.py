@@ -77,7 +77,7 @@ class StaticUp(StaticRepaired):
     up_steps: int = setting(0, "Steps that refit the rows of W_up too.", 0)
 
     def repair(self, fit: LayerFit) -> DenseFFN:
-        return fit_repair(fit, "least-squares", False, self.up_steps)
+        return fit_repair(fit, "least-squares", False, self.up_steps, undo_drift=self.undo_drift)
 
 
 @dataclass(frozen=True)

@@ -82,24 +82,20 @@ class Stream:
 
     def goals(
         self, layer: int, dense: Stream
-    ) -> Iterator[tuple[Tensor, Tensor]] | None:
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the states (T, D) that the FFN's output is added to, and those of `dense`.
 
         `dense` has passed the layer; this stream's `ffn_calls` are through when the first
-        are asked for, and it has not gone on when the last are read: they are views. None
-        where the layer does more than add what its FFN gives.
+        are asked for, and it has not gone on when the last are read: they are views. For
+        layers that add what their FFN gives (`adds_ffn`).
         """
-        if not self._is_additive(layer):
-            return None
         pairs = zip(
             self.hidden_NLD.split(self.block),
             dense.hidden_NLD.split(self.block),
             strict=True,
         )
-        return (
-            (hidden_BLD.flatten(0, 1), dense_BLD.flatten(0, 1))
-            for hidden_BLD, dense_BLD in pairs
-        )
+        for hidden_BLD, dense_BLD in pairs:
+            yield hidden_BLD.flatten(0, 1), dense_BLD.flatten(0, 1)
 
     def ffn_inputs(self, layer: int) -> Iterator[Tensor]:
         """Yields the inputs x (T, D) of a layer's FFN block by block.
@@ -116,7 +112,7 @@ class Stream:
         its FFN gives, the hidden states are left just before that step, and attention
         need not run again: take all of the inputs, once, and give them to `advance`.
         """
-        additive = self._is_additive(layer)
+        additive = self.adds_ffn(layer)
         for samples, hidden_BLD in self._blocks():
             if additive:
                 call, residual_BLD = self._without_ffn(layer, hidden_BLD)
@@ -150,7 +146,7 @@ class Stream:
 
         Or on from the `calls` that its FFN has been given.
         """
-        if calls is not None and self._is_additive(layer):
+        if calls is not None and self.adds_ffn(layer):
             self._add_ffn(layer, calls)
             return
         module = self.ffns.layers[layer]
@@ -236,7 +232,7 @@ class Stream:
         return output_BLD
 
     @torch.no_grad()
-    def _is_additive(self, layer: int) -> bool:
+    def adds_ffn(self, layer: int) -> bool:
         """Whether layers of this class put out x + FFN's output for some x.
 
         To the last bit. Not so where the output is normalised or scaled before it is
@@ -245,7 +241,8 @@ class Stream:
         """
         kind = type(self.ffns.layers[layer])
         if kind not in self._additive:
-            self._additive[kind] = self._adds_its_ffn(layer)
+            found = self._adds_its_ffn(layer)
+            self._additive[kind] = self.share.agreed(found)
         return self._additive[kind]
 
     def _adds_its_ffn(self, layer: int) -> bool:

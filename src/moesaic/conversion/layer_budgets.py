@@ -92,6 +92,7 @@ class Trials:
                 self.seed,
                 trial=True,
                 reported=False,
+                undo_drift=False,
             )
             run.replace_ffns(plan.method)
             yield [self.ffns.replaced(layer) for layer in plan.moe.layers]

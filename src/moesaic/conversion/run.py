@@ -76,9 +76,9 @@ class Run:
     `draft` is the folder that finished layers are written to, and read from where an
     earlier run wrote them; of several processes the first has it. A `trial` leaves
     replacements as they are evaluated fastest, under a mask. Where no FFN is `reported`
-    on, nothing is measured, nor fitted for it, and no drift undone. `dense` is the stream
-    through the dense model, where one is followed. `seconds` collects the time of each
-    step.
+    on, nothing is measured, nor fitted for it. Without `undo_drift` none is, whatever the
+    method says. `dense` is the stream through the dense model, where one is followed.
+    `seconds` collects the time of each step.
     """
 
     stream: Stream
@@ -90,6 +90,7 @@ class Run:
     progress: bool = False
     trial: bool = False
     reported: bool = True
+    undo_drift: bool = True
     dense: Stream | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class Run:
         ffns = self.stream.ffns
         reports = []
         is_mixture = isinstance(ffns, Mixtures)
-        undo_drift = method.undo_drift and self.reported and not is_mixture
+        undo_drift = self.undo_drift and method.undoes_drift and not is_mixture
         for layer in self._layers_in_order():
             if undo_drift:
                 self._follow_dense(layer)
@@ -121,15 +122,26 @@ class Run:
         return reports
 
     def _follow_dense(self, layer: int) -> None:
-        """Passes all tokens through the dense layer, once layers before it have changed.
+        """Passes all tokens through the dense layer, from the first replaced to the last.
 
-        Or are about to: up to the first that is replaced both streams are the same.
+        Up to that both streams are the same, and after it nothing is fitted.
         """
-        if self.dense is None and layer in self.plan.moe.layers:
+        layers = self.plan.moe.layers
+        if layer == min(layers) and self.stream.adds_ffn(layer):
             self.dense = self.stream.twin()
-        if self.dense is not None:
+        if self.dense is not None and layer <= max(layers):
             self.dense.advance(layer)
             self.clock("follow the dense model")
+
+    def _ffn_inputs(self, method: FFNMethod, layer: int) -> FFNInputs:
+        """With goals where something can have drifted before this layer."""
+        dense = self.dense
+        is_first = layer == min(self.plan.moe.layers)
+        if is_first or not self.stream.adds_ffn(layer):
+            dense = None
+        return ffn_inputs(
+            self.stream, layer, self.calibration, method.fits_weights, dense
+        )
 
     def replace_linears(self, method: LinearMethod) -> list[LayerReport]:
         """The same for a method that replaces linear layers, wherever they stand."""
@@ -276,9 +288,7 @@ class Run:
 
     def _try_ffn(self, method: FFNMethod, layer: int) -> None:
         """Convert and pass on."""
-        inputs = ffn_inputs(
-            self.stream, layer, self.calibration, method.fits_weights
-        )
+        inputs = self._ffn_inputs(method, layer)
         inputs.reported = False
         replacement = self._converted_ffn(method, layer, inputs)
         if replacement.made is not None:
@@ -304,13 +314,7 @@ class Run:
         started = time.perf_counter()
         ffns = self.stream.ffns
         prefixes = [ffns.state_prefix(layer)]
-        inputs = ffn_inputs(
-            self.stream,
-            layer,
-            self.calibration,
-            method.fits_weights,
-            self.dense,
-        )
+        inputs = self._ffn_inputs(method, layer)
         self.clock("inputs")
         saved = self._finished(layer, prefixes)
         if saved is not None:

@@ -282,6 +282,11 @@ class FFNMethod(Method):
     # Above 0 the run follows these states beside the converted model's own.
     undo_drift: ClassVar[float] = 0.0
 
+    @property
+    def undoes_drift(self) -> bool:
+        """Whether it repairs anything, and takes drift back with that."""
+        return self.undo_drift > 0
+
     @abstractmethod
     def block(self, ffn: FFNShape) -> BlockConfig:
         """What all replacements have in common."""

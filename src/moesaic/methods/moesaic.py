@@ -138,6 +138,10 @@ class Moesaic(ExpertMethod):
         return self.intercept
 
     @property
+    def undoes_drift(self) -> bool:
+        return super().undoes_drift and self.repair_by != "none"
+
+    @property
     def statistics_kind(self) -> StatisticsKind:  # type: ignore[override]
         grouped = self.groups == "contribution-kmeans"
         return StatisticsKind(
@@ -179,9 +183,7 @@ class Moesaic(ExpertMethod):
         )
 
     def without_repair(self) -> Moesaic:
-        return replace(
-            self, repair_by="none", intercept=False, up_steps=0, undo_drift=0.0
-        )
+        return replace(self, repair_by="none", intercept=False, up_steps=0)
 
     def _importance(self, fit: LayerFit) -> NDArray[np.float64]:
         if self.importance == "contribution":
