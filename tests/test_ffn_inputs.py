@@ -106,10 +106,8 @@ def test_statistics_are_of_the_tokens_to_fit_on_and_known_ones_are_not_computed_
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 64), st.booleans())
-def test_goals_stay_beside_their_tokens(
-    tokens: int, size: int, goal_size: int, hold_out: bool
-) -> None:
+@given(st.integers(1, 200), st.integers(1, 64), st.booleans())
+def test_goals_stay_beside_their_tokens(tokens: int, size: int, hold_out: bool) -> None:
     """Also where the sample and blocks are cut: a goal is nine times its input here."""
     x_TD = torch.arange(tokens * 2.0).view(tokens, 2)
     split = Split.last_eighth(tokens)
@@ -125,7 +123,7 @@ def test_goals_stay_beside_their_tokens(
     sample_goal_TD = inputs.sample_goals()
     assert sample_goal_TD is not None
     assert torch.equal(sample_goal_TD, 9 * inputs.sample())
-    _, without = inputs_of(tokens, goal_size, hold_out)
+    _, without = inputs_of(tokens, size, hold_out)
     for sample in (inputs.apart(8), without):
         assert sample.sample_goals() is None
         assert all(goal is None for goal in sample.own_fit_goals())

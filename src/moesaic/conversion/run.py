@@ -76,9 +76,9 @@ class Run:
     `draft` is the folder that finished layers are written to, and read from where an
     earlier run wrote them; of several processes the first has it. A `trial` leaves
     replacements as they are evaluated fastest, under a mask. Where no FFN is `reported`
-    on, nothing is measured, nor fitted for it. Without `undo_drift` none is, whatever the
-    method says. `dense` is the stream through the dense model, where one is followed.
-    `seconds` collects the time of each step.
+    on, nothing is measured, nor fitted for it. Without `undo_drift` no drift is taken
+    back, whatever the method says. `dense` is the stream through the dense model, where
+    one is followed. `seconds` collects the time of each step.
     """
 
     stream: Stream
