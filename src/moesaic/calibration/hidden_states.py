@@ -352,13 +352,14 @@ def _restore_forward(module: Any, forward: Any) -> None:
 def _storage(needed_bytes: int, device: torch.device) -> torch.device:
     """Where the hidden states are kept.
 
-    On the GPU where they take less than a quarter of what is free.
+    On the GPU where they take less than an eighth of what is free: the FFN's inputs, the
+    hidden states beside them and those of the dense model are as many each.
     """
     cpu = torch.device("cpu")
     if device.type != "cuda":
         return cpu
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return device if needed_bytes < free_bytes / 4 else cpu
+    return device if needed_bytes < free_bytes / 8 else cpu
 
 
 @torch.no_grad()
