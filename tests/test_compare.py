@@ -13,6 +13,7 @@ import moesaic
 from moesaic.cli.main import main
 from moesaic.comparison.compare import REFERENCES, _outlook
 from moesaic.comparison.entries import METHOD, REFERENCE
+from moesaic.comparison.labels import labels_of
 from moesaic.comparison.options import FFN_BYTES, FFN_MACS, SPARSITY
 from moesaic.comparison.rows import Cell, ranked, remarks
 from moesaic.conversion.run import Run
@@ -198,6 +199,12 @@ def test_two_settings_of_one_method_stand_side_by_side() -> None:
     ratios = {row["method"]: row["ratio"] for row in result["rows"]}
     assert set(ratios) == {"cmoe", "cmoe activation_top_k=1"}
     assert ratios["cmoe"] != ratios["cmoe activation_top_k=1"]
+
+
+def test_settings_are_in_a_row_that_stands_alone_too() -> None:
+    """A recipe file must not pass for the plain method."""
+    few = load_method("cmoe", {"activation_top_k": 1})
+    assert labels_of([few, load_method("emoe")]) == ["cmoe activation_top_k=1", "emoe"]
 
 
 def test_the_command_prints_tables(

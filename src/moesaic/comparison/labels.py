@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
@@ -12,16 +11,13 @@ from moesaic.methods.base import Method
 
 
 def labels_of(methods: Sequence[Method]) -> list[str]:
-    """A method's name; with its settings, where the name is there more than once.
+    """Names with settings, as "teal where=ffn"; those at their defaults go unsaid.
 
-    Raises MoesaicError where two have the same settings as well.
+    Raises MoesaicError where two are called the same.
     """
-    count = Counter(method.name for method in methods)
-    labels = []
+    labels: list[str] = []
     for method in methods:
-        label = method.name
-        if count[method.name] > 1:
-            label = _with_settings(method)
+        label = _label(method)
         if label in labels:
             raise MoesaicError(
                 f"method {label!r} is there twice; give each once, or other settings"
@@ -30,8 +26,7 @@ def labels_of(methods: Sequence[Method]) -> list[str]:
     return labels
 
 
-def _with_settings(method: Method) -> str:
-    """As "teal where=ffn": settings that are at their defaults go without saying."""
+def _label(method: Method) -> str:
     words = [method.name]
     for field in fields(method):
         value = getattr(method, field.name)
