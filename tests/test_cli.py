@@ -743,7 +743,9 @@ def test_advice_follows_from_the_facts_of_a_report() -> None:
     assert "--method moesaic-dynamic" in usual
     assert "--method moesaic-neurons" in usual
     assert "--set layer_budgets=dense-first" in usual
-    assert "calibration" not in usual
+    assert "calibration" not in advice(tokens=262_144)
+    assert "in as many times the time" in advice(tokens=65_536)
+    assert "calibration" not in advice(tokens=65_536, method={"name": "cmoe"})
     assert "dense-first" not in advice(layers=[SimpleNamespace(experts=[])])
     shared = {"name": "moesaic", "settings": {"layer_budgets": "dense-first"}}
     assert "dense-first" not in advice(method=shared)

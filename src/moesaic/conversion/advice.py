@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 ACCEPTABLE_RATIO = 1.03  # perplexity over the dense model's
 HALF = 16  # bits of a weight in bfloat16
 FEW_TOKENS = 65_536  # as many calibration tokens are usual at least
+# `moesaic` still gains from as many (SmolLM2, benchmarks/results).
+MANY_TOKENS = 262_144
 OURS = "moesaic"
 DYNAMIC = "moesaic-dynamic"
 NEURONS = "moesaic-neurons"
@@ -40,6 +42,11 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
         steps.append(
             f"more calibration text: {report.tokens:,} tokens are few; --samples so "
             f"that samples x sequence length is {FEW_TOKENS:,} or more"
+        )
+    elif report.tokens < MANY_TOKENS and method == OURS:
+        steps.append(
+            "more calibration text, in as many times the time: --samples so that "
+            f"samples x sequence length is {MANY_TOKENS:,}"
         )
     if _could_be_finer(report):
         steps.append(
