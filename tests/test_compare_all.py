@@ -121,7 +121,7 @@ def test_griffin_is_not_measured_on_windows_that_are_all_prompt(folder: Path) ->
     result = compared(folder, ["static", griffin], sequence_length=16, max_tokens=256)
     assert {row["method"] for row in result["rows"]} == {"static"}
     (lack,) = result["missing"]
-    assert lack["method"] == "griffin"
+    assert lack["method"] == "griffin prompt=16"
     assert "perplexity would be the dense model's" in lack["reason"]
     result = compared(folder, griffin, sequence_length=32, max_tokens=256)
     (row,) = result["rows"]
