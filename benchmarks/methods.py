@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 import moesaic
 from moesaic.calibration.statistics import StatisticsKind
+from moesaic.comparison.labels import label_of
 from moesaic.families.load import load_config
 from moesaic.methods.base import Method
 from moesaic.methods.cmoe import copied_neurons
@@ -157,9 +158,10 @@ def run(
     return moesaic.compare(arguments.model, methods, **(settings | changes))
 
 
-def ratio_of(result: Any, method: str, sparsity: float | None) -> str:
+def ratio_of(result: Any, method: Method, sparsity: float | None) -> str:
+    label = label_of(method)
     for row in result["rows"]:
-        if row["method"] == method and row["sparsity"] == sparsity:
+        if row["method"] == label and row["sparsity"] == sparsity:
             text = next(iter(row["ratio"]))
             spread = row["spread"][text]
             return f"{row['ratio'][text]:.3f}" + (
@@ -173,7 +175,7 @@ def rows_of(first: str, result: Any, methods: list[Method]) -> list[list[str]]:
         [
             first,
             method.name,
-            *(ratio_of(result, method.name, s) for s in SPARSITIES),
+            *(ratio_of(result, method, s) for s in SPARSITIES),
         ]
         for method in methods
     ]
@@ -221,10 +223,9 @@ def main() -> None:
             method for method in ablations() if arguments.only in method.name
         ]
         result = run(arguments, methods)
-        names = list(dict.fromkeys(method.name for method in methods))
         rows = [
-            [name, *(ratio_of(result, name, s) for s in SPARSITIES)]
-            for name in names
+            [method.name, *(ratio_of(result, method, s) for s in SPARSITIES)]
+            for method in methods
         ]
         table(by_sparsity("method"), rows)
     elif arguments.what == "size":
@@ -237,7 +238,7 @@ def main() -> None:
                 [
                     f"{tokens:,}",
                     method.name,
-                    *(ratio_of(result, method.name, s) for s in SPARSITIES),
+                    *(ratio_of(result, method, s) for s in SPARSITIES),
                 ]
                 for method in ours
             ]
@@ -266,9 +267,7 @@ def main() -> None:
                     for r in result["rows"]
                     if r["method"] == "moesaic"
                 )
-                cells += [
-                    ratio_of(result, method.name, None) for method in ours[:2]
-                ]
+                cells += [ratio_of(result, method, None) for method in ours[:2]]
                 cells.append(f"{macs:.3f}")
             rows.append([f"{total} of {size}", *cells])
             if size == 1:

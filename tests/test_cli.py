@@ -744,7 +744,7 @@ def test_advice_follows_from_the_facts_of_a_report() -> None:
     assert "--method moesaic-neurons" in usual
     assert "--set layer_budgets=dense-first" in usual
     assert "calibration" not in advice(tokens=262_144)
-    assert "in as many times the time" in advice(tokens=65_536)
+    assert "longer in proportion" in advice(tokens=65_536)
     assert "calibration" not in advice(tokens=65_536, method={"name": "cmoe"})
     assert "dense-first" not in advice(layers=[SimpleNamespace(experts=[])])
     shared = {"name": "moesaic", "settings": {"layer_budgets": "dense-first"}}

@@ -11,13 +11,10 @@ from moesaic.methods.base import Method
 
 
 def labels_of(methods: Sequence[Method]) -> list[str]:
-    """Names with settings, as "teal where=ffn"; those at their defaults go unsaid.
-
-    Raises MoesaicError where two are called the same.
-    """
+    """What each is called. Raises MoesaicError where two are called the same."""
     labels: list[str] = []
     for method in methods:
-        label = _label(method)
+        label = label_of(method)
         if label in labels:
             raise MoesaicError(
                 f"method {label!r} is there twice; give each once, or other settings"
@@ -26,7 +23,8 @@ def labels_of(methods: Sequence[Method]) -> list[str]:
     return labels
 
 
-def _label(method: Method) -> str:
+def label_of(method: Method) -> str:
+    """Its name and settings, as "teal where=ffn"; those at their defaults go unsaid."""
     words = [method.name]
     for field in fields(method):
         value = getattr(method, field.name)

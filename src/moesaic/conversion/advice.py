@@ -43,14 +43,14 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
             f"more calibration text: {report.tokens:,} tokens are few; --samples so "
             f"that samples x sequence length is {FEW_TOKENS:,} or more"
         )
-    elif report.tokens < MANY_TOKENS and method == OURS:
-        steps.append(
-            "more calibration text, in as many times the time: --samples so that "
-            f"samples x sequence length is {MANY_TOKENS:,}"
-        )
     if _could_be_finer(report):
         steps.append(
             "a finer grain, more and smaller experts: --grain fine without --layout"
+        )
+    if FEW_TOKENS <= report.tokens < MANY_TOKENS and method == OURS:
+        steps.append(
+            "more calibration text, which takes longer in proportion: --samples so that "
+            f"samples x sequence length is {MANY_TOKENS:,}"
         )
     is_mixture = any(layer.experts for layer in report.layers)
     if _could_be_dense_first(report, is_mixture):
