@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from moesaic.kernels import gpu
-from moesaic.kernels.experts import FEW_TOKENS, experts_forward
+from moesaic.kernels.experts import experts_forward
+from moesaic.kernels.gpu import MOST_TOKENS
 from moesaic.kernels.inputs import ACTIVATIONS
 from moesaic.kernels.neurons import neurons_forward
-from moesaic.modeling import GROUP
+from moesaic.modeling import GROUP, RouterConfig
 from tests import reference
 from tests.random_neurons import inputs_of, neurons_of, set_thresholds
 from tests.test_kernels import block_of, matrices_of
@@ -26,6 +27,8 @@ from tests.test_kernels import block_of, matrices_of
 assert os.environ["TRITON_INTERPRET"] == "1"  # or nothing here would run by Triton
 # NumPy minds an infinity on the way to a sigmoid of 0, a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+block_forward: Any = experts_forward.block  # type: ignore[attr-defined]
 
 # Hidden size, neurons: whole groups of 64 inputs and blocks of 32 neurons, or not.
 SHAPES = [(64, 64), (7, 3), (72, 45), (136, 33)]
@@ -231,7 +234,7 @@ def test_experts_of_all_kinds(activation: str, gated: bool, dtype: torch.dtype) 
 
 def test_an_index_beyond_the_experts_is_nobodys() -> None:
     block = block_of((1, 12, 9, 4, 40))
-    x_TD = torch.randn(FEW_TOKENS, 40)
+    x_TD = torch.randn(4, 40)
     index_TK, gate_TK = block.router(x_TD)
     fewer = experts_forward(block.experts, x_TD, index_TK[:, 1:], gate_TK[:, 1:])
     index_TK[:, 0] = torch.tensor([9, -1, 10**9, -(10**9)])
@@ -263,7 +266,86 @@ def test_a_stock_model_takes_it_by_one_call(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu, "call", lambda *given: calls.append(given[0]) or call(*given))
     model.set_experts_implementation("moesaic")
     assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
-    assert calls == 4 * ["experts"]  # two layers, two tokens; the prompt is too long
+    assert calls == 6 * ["experts"]  # two layers, the prompt and two tokens
+
+
+# --- blocks ------------------------------------------------------------------------------------
+
+# Of the shared expert, of an expert, experts, that run, hidden size.
+BLOCKS = [
+    (9, 12, 9, 4, 40),
+    (0, 1, 3, 2, 8),
+    (150, 34, 4, 4, 72),
+    (64, 3, 70, 11, 136),
+    (40, 260, 2, 1, 24),
+]
+
+
+def slow_block(block: Any, x_TD: Tensor) -> Tensor:
+    """In float64 but for the choice, by the double loop."""
+    index_TK, gate_TK = block.router(x_TD)
+    shared, experts = matrices_of(block)
+    return reference.moe_forward(x_TD, shared, experts, index_TK, gate_TK)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"), [*zip(BLOCKS, [1, 3, MOST_TOKENS, 17, 2], strict=True)]
+)
+def test_blocks_equal_the_double_loop(shape: tuple[int, ...], tokens: int) -> None:
+    block = block_of(shape)  # type: ignore[arg-type]
+    x_TD = torch.randn(tokens, shape[-1])
+    found = block_forward(block, x_TD)
+    assert found is not None
+    torch.testing.assert_close(found, slow_block(block, x_TD), rtol=1e-5, atol=1e-5)
+    assert torch.equal(block_forward(block, x_TD), found)
+    # However W_down lies, as after the CPU's kernel.
+    down = block.experts.down_proj
+    down.data = down.data.mT.contiguous().mT
+    assert torch.equal(block_forward(block, x_TD), found)
+
+
+@pytest.mark.parametrize(("gated", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_blocks_of_all_kinds(gated: bool, dtype: torch.dtype) -> None:
+    block = block_of((8, 12, 9, 4, 40), dtype, "relu", gated)
+    x_TD = torch.randn(3, 40).to(dtype)
+    found = block_forward(block, x_TD)
+    assert found.dtype == dtype
+    block.double().experts.config._experts_implementation = "eager"
+    error = (found.double() - block(x_TD.double())).norm() / found.norm()
+    assert error < TOLERANCE[dtype]
+
+
+def test_of_equal_scores_so_many_run_as_should() -> None:
+    """Which of them is anyone's choice; a token that is no number disturbs no other."""
+    block = block_of((8, 12, 9, 4, 40))
+    x_TD = torch.randn(3, 40)
+    x_TD[1] = torch.nan
+    block.router.score_proj.weight.zero_()
+    block.router.selection_bias.zero_()
+    block.router.selection_bias[7] = 1.0
+    index_TK = torch.tensor([[7, 0, 1, 2]] * 3)
+    gate_TK = 1 + block.router.expert_scale[index_TK] / 9
+    shared, experts = matrices_of(block)
+    expected = reference.moe_forward(x_TD, shared, experts, index_TK, gate_TK)
+    found = block_forward(block, x_TD)
+    assert found[1].isnan().all()
+    for token in (0, 2):
+        torch.testing.assert_close(found[token], expected[token], rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_that_are_turned_away() -> None:
+    block = block_of((8, 12, 9, 4, 40))
+    assert block_forward(block, torch.randn(MOST_TOKENS + 1, 40)) is None
+    x_TD = torch.randn(2, 40)
+    assert block_forward(block, x_TD) is not None
+    assert block_forward(block, x_TD.double()) is None
+    with torch.enable_grad():
+        assert block_forward(block, x_TD) is None
+    handle = block.router.register_forward_hook(lambda *_: None)
+    assert block_forward(block, x_TD) is None
+    handle.remove()
+    copies = block_of((8, 1, 9, 4, 40), router=RouterConfig("neuron-copies", "topk"))
+    assert block_forward(copies, x_TD) is None
 
 
 # --- as ops of torch ---------------------------------------------------------------------------
@@ -291,17 +373,37 @@ def given_to_neurons(kind: str) -> list[Any]:
     return [*given, ACTIVATIONS["SiLU"]]
 
 
+def given_to_blocks() -> list[Any]:
+    block = block_of((3, 5, 3, 2, 8))
+    router, shared = block.router, block.shared_expert
+    return [
+        torch.randn(2, 8),
+        router.score_proj.weight,
+        router.selection_bias,
+        router.expert_scale,
+        shared.gate_proj.weight,
+        shared.up_proj.weight,
+        shared.down_proj.weight,
+        block.experts.gate_up_proj,
+        block.experts.down_proj,
+        2,
+        True,
+        0,
+    ]
+
+
 def given_to_experts() -> list[Any]:
     block = block_of((1, 5, 3, 2, 8))
     x_TD = torch.randn(2, 8)
     experts = block.experts
-    return [x_TD, experts.gate_up_proj, experts.down_proj, *block.router(x_TD), 5, True, 0]
+    return [x_TD, experts.gate_up_proj, experts.down_proj, *block.router(x_TD), True, 0]
 
 
 OPS = [
     ("neurons", lambda: given_to_neurons("copies")),
     ("neurons", lambda: given_to_neurons("gates-alone")),
     ("experts", given_to_experts),
+    ("blocks", given_to_blocks),
 ]
 
 
@@ -321,12 +423,13 @@ def test_a_compiled_graph_holds_the_ops() -> None:
     neurons: Any = neurons_of(24, 5)
     neurons.set_config(SimpleNamespace(_experts_implementation="moesaic"))
     x_TD = inputs_of(neurons, 2)
-    experts = block_of((1, 5, 3, 2, 24)).experts
+    block = block_of((1, 5, 3, 2, 24))
+    experts = block.experts
     index_TK = torch.tensor([[0, 2], [1, 0]])
     gate_TK = torch.rand(2, 2)
 
     def both() -> Tensor:
-        return neurons(x_TD) + experts(x_TD, index_TK, gate_TK)
+        return neurons(x_TD) + experts(x_TD, index_TK, gate_TK) + block(x_TD)
 
     expected = both()
     graphs = []
@@ -340,3 +443,4 @@ def test_a_compiled_graph_holds_the_ops() -> None:
     targets = [node.target for node in graph.graph.nodes]
     assert torch.ops.moesaic.neurons in targets
     assert torch.ops.moesaic.experts in targets
+    assert torch.ops.moesaic.blocks in targets

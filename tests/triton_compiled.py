@@ -20,8 +20,11 @@ from moesaic.kernels.neurons import neurons_forward
 from tests.random_neurons import inputs_of, neurons_of
 from tests.test_kernels import block_of
 
+block_forward: Any = experts_forward.block  # type: ignore[attr-defined]
+
 NEURONS = {"_choose", "_run", "_add"}
-EXPERTS = {"_hidden", "_output"}
+EXPERTS = {"_list", "_hidden", "_output"}
+BLOCKS = {"_route", "_hidden", "_output"}
 
 
 @pytest.fixture(autouse=True)
@@ -80,4 +83,12 @@ def test_experts(gated: bool, dtype: torch.dtype, compiled: set[str]) -> None:
     index_TK, gate_TK = block.router(x_TD)
     experts_forward(block.experts, x_TD, index_TK, gate_TK)
     assert compiled == EXPERTS
+    assert not gpu._failed
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_blocks(tokens: int, compiled: set[str]) -> None:
+    block = block_of((9, 12, 20, 4, 40), torch.bfloat16)
+    assert block_forward(block, torch.randn(tokens, 40).bfloat16()) is not None
+    assert compiled == BLOCKS
     assert not gpu._failed

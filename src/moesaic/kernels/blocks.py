@@ -1,5 +1,7 @@
 """Whole blocks of moesaic's architecture in one call: router, shared and routed experts.
 
+On a CPU by experts_cpu.cpp, on a GPU by blocks_triton.py.
+
 Whether a block is fit for that takes longer to see than a small block to run, and it runs
 for every token: what was seen is kept, and compared with what is there now.
 
@@ -14,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from moesaic.kernels import gpu
 from moesaic.kernels.experts_call import (
     Call,
     call_of,
@@ -26,8 +29,10 @@ from moesaic.kernels.experts_fit import (
     fits,
     is_grouped_faster,
     is_offloaded,
+    is_usual,
 )
 from moesaic.kernels.inputs import (
+    ACTIVATIONS,
     are_hooked,
     can_be_read,
     is_plain_inference,
@@ -43,14 +48,15 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     Costs 6 (S + K M) D + 2 R D FLOPs a token, 4 R D by copies of neurons, whose scores
     stay in float32 here: near ties may choose otherwise than torch in bfloat16.
     """
-    # On a GPU too a graph of torch.compile holds no memory of what was looked at.
+    if gpu.takes(x_TD):
+        return _on_gpu(block, x_TD)
     if x_TD.device.type != "cpu" or not is_plain_inference(x_TD):
         return None
     known = _KNOWN.get(block)
     held = _held(known)  # so that no other thread frees what is read here
     if known is None or not _still_holds(known, held, block, x_TD):
         _KNOWN.pop(block, None)
-        if not _is_plain(block, x_TD):
+        if not _is_plain(block, x_TD) or not fits(block.experts, x_TD):
             return None
         known = _look_at(block, x_TD)
         held = _held(known)
@@ -59,6 +65,43 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
         _KNOWN[block] = known
     # Other threads may be in the call that is kept.
     return run(Call.from_buffer_copy(known.call), x_TD)
+
+
+def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
+    """By Triton, few tokens at once; None where this is not for it.
+
+    What was seen is not kept: a graph of torch.compile could not hold it.
+    """
+    if not 0 < len(x_TD) <= gpu.MOST_TOKENS or torch.is_grad_enabled():
+        return None
+    experts = block.experts
+    if is_offloaded(experts) or not is_usual(experts, x_TD):
+        return None
+    router = block.router
+    if "score_proj" not in router._modules or not _is_plain(block, x_TD):
+        return None
+    shared = block.shared_expert
+    gate_SD, up_SD, down_DS = None, None, None
+    if shared is not None:
+        up_SD = shared.up_proj.weight
+        down_DS = shared.down_proj.weight
+        if shared.gate_proj is not None:
+            gate_SD = shared.gate_proj.weight
+    return gpu.call(
+        "blocks",
+        x_TD.contiguous(),
+        router.score_proj.weight,
+        router.selection_bias,
+        router.expert_scale,
+        gate_SD,
+        up_SD,
+        down_DS,
+        first_matrix(experts),
+        experts.down_proj,
+        router.num_active,
+        experts.has_gate,
+        ACTIVATIONS[type(experts.act_fn).__name__],
+    )
 
 
 class _Known(NamedTuple):
@@ -191,14 +234,14 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         parameters.append(linear.weight)
     for vector_R in (router.expert_scale, router.selection_bias):
         # A cast of the whole model takes them along.
-        if vector_R.dtype != torch.float32 or vector_R.device.type != "cpu":
+        if vector_R.dtype != torch.float32 or vector_R.device != x_TD.device:
             return False
         if not vector_R.is_contiguous():
             return False
     upper = parameters if block.shared_expert is None else parameters[:-1]
     if not all(parameter.is_contiguous() for parameter in upper):
         return False
-    return can_be_read(parameters, x_TD) and fits(block.experts, x_TD)
+    return can_be_read(parameters, x_TD)
 
 
 def _is_known_router(router: Any, experts: Any) -> bool:

@@ -5,8 +5,9 @@
 does it for any model whose experts stand behind that interface, such as an exported one.
 Models of moesaic's own architecture do it by themselves on a processor with AVX2 and
 no GPU beside it, and with them the router and the shared expert in the same call. On a
-GPU a few tokens at once run by Triton (experts_triton.py). All others, on other devices,
-in training and where there is no compiler, go to transformers' grouped product.
+GPU up to 64 tokens at once run by Triton (experts_triton.py, blocks_triton.py). All
+others, on other devices, in training and where there is no compiler, go to
+transformers' grouped product.
 
 Shape suffixes: T tokens, D hidden_size, K experts of a token.
 """
@@ -28,7 +29,6 @@ from moesaic.kernels.linears import linear_forward
 from moesaic.kernels.neurons import copy_weight, neurons_forward
 
 NAME = "moesaic"
-FEW_TOKENS = 4  # on a GPU: each reads its experts for itself
 
 
 def experts_forward(
@@ -64,11 +64,10 @@ def _on_gpu(
     experts: Any, x_TD: Tensor, index_TK: Tensor, gate_TK: Tensor
 ) -> Tensor | None:
     """By Triton, few tokens at once; None where this is not for it."""
-    if not 0 < len(x_TD) <= FEW_TOKENS or torch.is_grad_enabled():
+    if not 0 < len(x_TD) <= gpu.MOST_TOKENS or torch.is_grad_enabled():
         return None
     if not is_usual(experts, x_TD) or is_offloaded(experts):
         return None
-    neurons = experts.down_proj.shape[2]
     return gpu.call(
         "experts",
         x_TD.contiguous(),
@@ -76,7 +75,6 @@ def _on_gpu(
         experts.down_proj,
         index_TK.contiguous(),
         gate_TK.contiguous(),
-        min(getattr(experts, "neurons", neurons), neurons),
         experts.has_gate,
         ACTIVATIONS[type(experts.act_fn).__name__],
     )

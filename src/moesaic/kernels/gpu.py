@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MOST_TOKENS = 64  # that the kernels for experts take at once
+
 log = logging.getLogger(__name__)
 
 # Kernels that could not be imported or compiled: said once, and not tried again.

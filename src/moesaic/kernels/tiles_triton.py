@@ -5,8 +5,13 @@ Shape suffixes: T tokens, D hidden_size, N rows.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+# Triton's interpreter takes bfloat16 for integers when it multiplies matrices.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -21,6 +26,15 @@ def activated(x, ACTIVATION: tl.constexpr):
     else:
         y = x * tl.sigmoid(x)
     return y
+
+
+@triton.jit
+def multiplied(a_NC, b_CT, sum_NT):
+    """The sum and a product of two matrices, in float32."""
+    if INTERPRETED:
+        a_NC = a_NC.to(tl.float32)
+        b_CT = b_CT.to(tl.float32)
+    return tl.dot(a_NC, b_CT, sum_NT, input_precision="ieee")
 
 
 @triton.jit

@@ -1,0 +1,165 @@
+"""Whole blocks on a GPU, for a few tokens at once: the router, in Triton.
+
+`_route` scores the experts, chooses, and lists those that any token runs; the kernels of
+experts_triton.py do the rest.
+
+Shape suffixes: T tokens, D hidden_size, R experts, A listed experts, M neurons of an
+expert, N rows of a matrix, S neurons of the shared expert, C columns of a product, P
+programs that share a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.experts_triton import (
+    FEWEST,
+    Places,
+    is_last,
+    run_listed,
+    tile_of,
+    tokens_of,
+    write_list,
+)
+from moesaic.kernels.tiles_triton import multiplied
+
+ROUTE = {"ROWS": 16, "WIDTH": 128, "num_warps": 4, "num_stages": 3}
+STEPS = 4  # of WIDTH weights that a program of `_route` takes
+
+
+@torch.library.custom_op("moesaic::blocks", mutates_args=())
+def blocks(
+    x_TD: Tensor,
+    router_RD: Tensor,
+    bias_R: Tensor,
+    scale_R: Tensor,
+    shared_gate_SD: Tensor | None,
+    shared_up_SD: Tensor | None,
+    shared_down_DS: Tensor | None,
+    first_RND: Tensor,
+    down_RDM: Tensor,
+    active: int,
+    gated: bool,
+    activation: int,
+) -> Tensor:
+    """Shared expert, and the `active` experts of largest score + bias, (T, D).
+
+    The gate of an expert is 1 + softmax(scores) * scale. Weights as for `experts`.
+    """
+    place = Places(x_TD, len(first_RND), active)
+    count, hidden = len(first_RND), x_TD.shape[1]
+    padded = max(FEWEST, triton.next_power_of_2(count))
+    tiles = triton.cdiv(count, ROUTE["ROWS"])
+    shares = triton.cdiv(hidden, STEPS * ROUTE["WIDTH"])
+    part_PTR = x_TD.new_empty(
+        (shares, place.padded, padded), dtype=torch.float32
+    )
+    with torch.cuda.device_of(x_TD):  # Triton launches on the current one
+        _route[(tiles, shares)](
+            x_TD,
+            router_RD,
+            bias_R,
+            scale_R,
+            part_PTR,
+            place.arrived,
+            place.gate_TR,
+            place.list_A,
+            place.count,
+            len(x_TD),
+            hidden,
+            count,
+            active,
+            TOKENS=place.padded,
+            EXPERTS=padded,
+            **ROUTE,
+        )
+        return run_listed(
+            x_TD,
+            shared_gate_SD,
+            shared_up_SD,
+            shared_down_DS,
+            first_RND,
+            down_RDM,
+            place,
+            gated,
+            activation,
+        )
+
+
+@blocks.register_fake
+def _shape_of_blocks(x_TD: Tensor, *others: object) -> Tensor:
+    return torch.empty_like(x_TD)
+
+
+@triton.jit
+def _route(
+    x_TD,
+    router_RD,
+    bias_R,
+    scale_R,
+    part_PTR,
+    arrived,
+    gate_TR,
+    list_A,
+    count,
+    tokens,
+    D,
+    R,
+    K,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Part of some scores; whoever comes last adds them up, and chooses."""
+    share = tl.program_id(1)
+    shares = tl.num_programs(1)
+    r_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t_T = tl.arange(0, TOKENS)
+    score_NT = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(share * WIDTH, D, shares * WIDTH):
+        d_C = start + tl.arange(0, WIDTH)
+        rows_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, D, 1)
+        x_CT = tokens_of(x_TD, t_T, tokens, d_C, D, D)
+        score_NT = multiplied(rows_NC, x_CT, score_NT)
+    at_NT = (share * TOKENS + t_T)[None, :] * EXPERTS + r_N[:, None]
+    tl.store(part_PTR + at_NT, score_NT, (r_N < EXPERTS)[:, None])
+    if is_last(arrived, tl.num_programs(0) * shares):
+        e_R = tl.arange(0, EXPERTS)
+        bias_1R = tl.load(bias_R + e_R, e_R < R, 0.0)[None, :]
+        scale_1R = tl.load(scale_R + e_R, e_R < R, 0.0)[None, :]
+        runs_R = tl.zeros((EXPERTS,), tl.int32)
+        for first in range(0, tokens, 16):  # tokens at a time
+            s_T = first + tl.arange(0, 16)
+            score_TR = tl.zeros((16, EXPERTS), tl.float32)
+            for number in range(shares):
+                at_TR = (number * TOKENS + s_T)[:, None] * EXPERTS + e_R[None]
+                score_TR += tl.load(part_PTR + at_TR, cache_modifier=".cg")
+            there_TR = (s_T < tokens)[:, None] & (e_R < R)[None, :]
+            score_TR = tl.where((e_R < R)[None, :], score_TR, float("-inf"))
+            chosen_TR = _best(score_TR + bias_1R, K, EXPERTS) & there_TR
+            top_T1 = tl.max(score_TR, axis=1)[:, None]
+            part_TR = tl.exp(score_TR - top_T1)
+            share_TR = part_TR / tl.sum(part_TR, axis=1)[:, None]
+            gate = tl.where(chosen_TR, 1.0 + share_TR * scale_1R, 0.0)
+            tl.store(gate_TR + s_T[:, None] * R + e_R[None], gate, there_TR)
+            runs_R = runs_R | tl.max(chosen_TR.to(tl.int32), axis=0)
+        write_list(runs_R, e_R, list_A, count)
+
+
+@triton.jit
+def _best(value_TR, K, EXPERTS: tl.constexpr):
+    """The K largest of each token, the first of equal ones; no number counts as infinite."""
+    value_TR = tl.where(value_TR == value_TR, value_TR, float("inf"))
+    sorted_TR = tl.sort(value_TR, dim=1, descending=True)
+    is_kth_1R = (tl.arange(0, EXPERTS) == K - 1)[None, :]
+    kth_TR = tl.where(is_kth_1R, sorted_TR, float("-inf"))
+    kth_T1 = tl.max(kth_TR, axis=1)[:, None]
+    above_TR = value_TR > kth_T1
+    equal_TR = (value_TR == kth_T1).to(tl.int32)
+    room_T1 = K - tl.sum(above_TR.to(tl.int32), axis=1)[:, None]
+    number_TR = tl.cumsum(equal_TR, axis=1)
+    return above_TR | ((equal_TR > 0) & (number_TR <= room_T1))
