@@ -23,6 +23,7 @@ from moesaic.kernels import gpu
 from moesaic.kernels.experts import experts_forward
 from moesaic.kernels.neurons import neurons_forward
 from moesaic.methods.contents import METHODS
+from moesaic.modeling import RouterConfig
 from tests.random_neurons import inputs_of, neurons_of
 from tests.test_kernels import block_of
 
@@ -81,6 +82,17 @@ def test_blocks(shape: Any, tokens: int, dtype: torch.dtype, nothing_fails: None
     assert found is not None
     assert relative(found, slow(block, x_TD)) < TOLERANCE[dtype]
     assert torch.equal(block_forward(block, x_TD), found)
+
+
+def test_experts_chosen_by_copies_of_neurons(nothing_fails: None) -> None:
+    """In float32: near ties may fall otherwise where torch rounds scores to bfloat16."""
+    dtype = torch.float32
+    router = RouterConfig("neuron-copies", "topk")
+    block = block_of((192, 192, 7, 5, 576), dtype, router=router).to(GPU)
+    x_TD = torch.randn(5, 576).to(GPU, dtype)
+    found = block_forward(block, x_TD)
+    assert found is not None
+    assert relative(found, slow(block, x_TD)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -315,6 +315,20 @@ def test_blocks_of_all_kinds(gated: bool, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("absolute", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_chosen_by_copies_of_neurons(gated: bool, absolute: bool, biased: bool) -> None:
+    """With a bias by probability, without one by score, as the slow way does."""
+    router = RouterConfig("neuron-copies", "topk", absolute=absolute)
+    block = block_of((13, 12, 37, 4, 64), gated=gated, router=router)
+    block.router.selection_bias.mul_(5 if biased else 0)
+    x_TD = torch.randn(3, 64)
+    found = block_forward(block, x_TD)
+    block.experts.config._experts_implementation = "eager"
+    torch.testing.assert_close(found, block(x_TD), rtol=1e-5, atol=1e-5)
+
+
 def test_of_equal_scores_so_many_run_as_should() -> None:
     """Which of them is anyone's choice; a token that is no number disturbs no other."""
     block = block_of((8, 12, 9, 4, 40))
@@ -344,8 +358,6 @@ def test_blocks_that_are_turned_away() -> None:
     handle = block.router.register_forward_hook(lambda *_: None)
     assert block_forward(block, x_TD) is None
     handle.remove()
-    copies = block_of((8, 1, 9, 4, 40), router=RouterConfig("neuron-copies", "topk"))
-    assert block_forward(copies, x_TD) is None
 
 
 # --- as ops of torch ---------------------------------------------------------------------------
@@ -379,6 +391,7 @@ def given_to_blocks() -> list[Any]:
     return [
         torch.randn(2, 8),
         router.score_proj.weight,
+        None,
         router.selection_bias,
         router.expert_scale,
         shared.gate_proj.weight,
@@ -389,6 +402,8 @@ def given_to_blocks() -> list[Any]:
         2,
         True,
         0,
+        False,
+        False,
     ]
 
 

@@ -17,6 +17,7 @@ from triton.runtime import JITFunction, driver
 from moesaic.kernels import gpu
 from moesaic.kernels.experts import experts_forward
 from moesaic.kernels.neurons import neurons_forward
+from moesaic.modeling import RouterConfig
 from tests.random_neurons import inputs_of, neurons_of
 from tests.test_kernels import block_of
 
@@ -86,9 +87,10 @@ def test_experts(gated: bool, dtype: torch.dtype, compiled: set[str]) -> None:
     assert not gpu._failed
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_blocks(tokens: int, compiled: set[str]) -> None:
-    block = block_of((9, 12, 20, 4, 40), torch.bfloat16)
+@pytest.mark.parametrize(("tokens", "kind"), [(1, "linear"), (40, "linear"), (3, "neuron-copies")])
+def test_blocks(tokens: int, kind: str, compiled: set[str]) -> None:
+    router = RouterConfig(kind, "topk")
+    block = block_of((9, 12, 20, 4, 40), torch.bfloat16, router=router)
     assert block_forward(block, torch.randn(tokens, 40).bfloat16()) is not None
     assert compiled == BLOCKS
     assert not gpu._failed

@@ -27,9 +27,9 @@ from moesaic.kernels.experts_call import (
 from moesaic.kernels.experts_fit import (
     experts_learn,
     fits,
+    fits_gpu,
     is_grouped_faster,
     is_offloaded,
-    is_usual,
 )
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
@@ -72,14 +72,13 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
 
     What was seen is not kept: a graph of torch.compile could not hold it.
     """
-    if not 0 < len(x_TD) <= gpu.MOST_TOKENS or torch.is_grad_enabled():
-        return None
     experts = block.experts
-    if is_offloaded(experts) or not is_usual(experts, x_TD):
+    if not fits_gpu(experts, x_TD):
+        return None
+    if not _is_plain(block, x_TD):
         return None
     router = block.router
-    if "score_proj" not in router._modules or not _is_plain(block, x_TD):
-        return None
+    matrices = _router_matrices(router)
     shared = block.shared_expert
     gate_SD, up_SD, down_DS = None, None, None
     if shared is not None:
@@ -90,7 +89,8 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
     return gpu.call(
         "blocks",
         x_TD.contiguous(),
-        router.score_proj.weight,
+        matrices["router_RD"],
+        matrices.get("router_gate_RD"),
         router.selection_bias,
         router.expert_scale,
         gate_SD,
@@ -101,6 +101,8 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         router.num_active,
         experts.has_gate,
         ACTIVATIONS[type(experts.act_fn).__name__],
+        "score_proj" not in router._modules,
+        getattr(router, "absolute", False),
     )
 
 

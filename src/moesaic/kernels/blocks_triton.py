@@ -24,9 +24,10 @@ from moesaic.kernels.experts_triton import (
     tokens_of,
     write_list,
 )
-from moesaic.kernels.tiles_triton import multiplied
+from moesaic.kernels.tiles_triton import activated, multiplied
 
 ROUTE = {"ROWS": 16, "WIDTH": 128, "num_warps": 4, "num_stages": 3}
+LOWEST = tl.constexpr(-1e38)  # of what is no expert
 STEPS = 4  # of WIDTH weights that a program of `_route` takes
 
 
@@ -34,6 +35,7 @@ STEPS = 4  # of WIDTH weights that a program of `_route` takes
 def blocks(
     x_TD: Tensor,
     router_RD: Tensor,
+    router_gate_RD: Tensor | None,
     bias_R: Tensor,
     scale_R: Tensor,
     shared_gate_SD: Tensor | None,
@@ -44,23 +46,30 @@ def blocks(
     active: int,
     gated: bool,
     activation: int,
+    copies: bool,
+    absolute: bool,
 ) -> Tensor:
     """Shared expert, and the `active` experts of largest score + bias, (T, D).
 
-    The gate of an expert is 1 + softmax(scores) * scale. Weights as for `experts`.
+    The gate of an expert is 1 + softmax(scores) * scale. Scores are products with the
+    router's rows; with `copies` its rows are W_up of one neuron for each expert, beside
+    them W_gate, and the score is that neuron's hidden state or its size. A bias is then
+    added to probabilities. Weights as for `experts`.
     """
     place = Places(x_TD, len(first_RND), active)
     count, hidden = len(first_RND), x_TD.shape[1]
     padded = max(FEWEST, triton.next_power_of_2(count))
     tiles = triton.cdiv(count, ROUTE["ROWS"])
     shares = triton.cdiv(hidden, STEPS * ROUTE["WIDTH"])
+    matrices = 1 if router_gate_RD is None else 2
     part_PTR = x_TD.new_empty(
-        (shares, place.padded, padded), dtype=torch.float32
+        (matrices * shares, place.padded, padded), dtype=torch.float32
     )
     with torch.cuda.device_of(x_TD):  # Triton launches on the current one
         _route[(tiles, shares)](
             x_TD,
             router_RD,
+            router_gate_RD,
             bias_R,
             scale_R,
             part_PTR,
@@ -74,6 +83,10 @@ def blocks(
             active,
             TOKENS=place.padded,
             EXPERTS=padded,
+            GATED=router_gate_RD is not None,
+            COPIES=copies,
+            ABSOLUTE=absolute,
+            ACTIVATION=activation,
             **ROUTE,
         )
         return run_listed(
@@ -98,6 +111,7 @@ def _shape_of_blocks(x_TD: Tensor, *others: object) -> Tensor:
 def _route(
     x_TD,
     router_RD,
+    router_gate_RD,
     bias_R,
     scale_R,
     part_PTR,
@@ -111,6 +125,10 @@ def _route(
     K,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    COPIES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -119,14 +137,21 @@ def _route(
     shares = tl.num_programs(1)
     r_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t_T = tl.arange(0, TOKENS)
-    score_NT = tl.zeros((ROWS, TOKENS), tl.float32)
+    up_NT = tl.zeros((ROWS, TOKENS), tl.float32)
+    gate_NT = tl.zeros((ROWS, TOKENS), tl.float32)
     for start in range(share * WIDTH, D, shares * WIDTH):
         d_C = start + tl.arange(0, WIDTH)
-        rows_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, D, 1)
         x_CT = tokens_of(x_TD, t_T, tokens, d_C, D, D)
-        score_NT = multiplied(rows_NC, x_CT, score_NT)
+        up_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, D, 1)
+        up_NT = multiplied(up_NC, x_CT, up_NT)
+        if GATED:
+            gate_NC = tile_of(router_gate_RD, r_N, r_N < R, d_C, D, D, 1)
+            gate_NT = multiplied(gate_NC, x_CT, gate_NT)
     at_NT = (share * TOKENS + t_T)[None, :] * EXPERTS + r_N[:, None]
-    tl.store(part_PTR + at_NT, score_NT, (r_N < EXPERTS)[:, None])
+    tl.store(part_PTR + at_NT, up_NT, (r_N < EXPERTS)[:, None])
+    if GATED:
+        gate_PTR = part_PTR + shares * TOKENS * EXPERTS
+        tl.store(gate_PTR + at_NT, gate_NT, (r_N < EXPERTS)[:, None])
     if is_last(arrived, tl.num_programs(0) * shares):
         e_R = tl.arange(0, EXPERTS)
         bias_1R = tl.load(bias_R + e_R, e_R < R, 0.0)[None, :]
@@ -134,20 +159,48 @@ def _route(
         runs_R = tl.zeros((EXPERTS,), tl.int32)
         for first in range(0, tokens, 16):  # tokens at a time
             s_T = first + tl.arange(0, 16)
-            score_TR = tl.zeros((16, EXPERTS), tl.float32)
-            for number in range(shares):
-                at_TR = (number * TOKENS + s_T)[:, None] * EXPERTS + e_R[None]
-                score_TR += tl.load(part_PTR + at_TR, cache_modifier=".cg")
+            at_TR = s_T[:, None] * EXPERTS + e_R[None, :]
+            up_TR = _added(part_PTR, shares, at_TR, TOKENS, EXPERTS)
+            score_TR = up_TR
+            if COPIES:
+                if GATED:
+                    first_PTR = part_PTR + shares * TOKENS * EXPERTS
+                    gate_of_TR = _added(
+                        first_PTR, shares, at_TR, TOKENS, EXPERTS
+                    )
+                    score_TR = activated(gate_of_TR, ACTIVATION) * up_TR
+                else:
+                    score_TR = activated(up_TR, ACTIVATION)
+                if ABSOLUTE:
+                    score_TR = tl.abs(score_TR)
             there_TR = (s_T < tokens)[:, None] & (e_R < R)[None, :]
-            score_TR = tl.where((e_R < R)[None, :], score_TR, float("-inf"))
-            chosen_TR = _best(score_TR + bias_1R, K, EXPERTS) & there_TR
+            score_TR = tl.where((e_R < R)[None, :], score_TR, LOWEST)
             top_T1 = tl.max(score_TR, axis=1)[:, None]
             part_TR = tl.exp(score_TR - top_T1)
             share_TR = part_TR / tl.sum(part_TR, axis=1)[:, None]
+            value_TR = score_TR + bias_1R
+            if COPIES:
+                # Without a bias scores rank: probabilities may underflow.
+                has_bias = tl.max(tl.abs(bias_1R)) > 0.0
+                by_share_TR = tl.where(there_TR, share_TR + bias_1R, LOWEST)
+                value_TR = tl.where(has_bias, by_share_TR, score_TR)
+            chosen_TR = _best(value_TR, K, EXPERTS) & there_TR
             gate = tl.where(chosen_TR, 1.0 + share_TR * scale_1R, 0.0)
             tl.store(gate_TR + s_T[:, None] * R + e_R[None], gate, there_TR)
             runs_R = runs_R | tl.max(chosen_TR.to(tl.int32), axis=0)
         write_list(runs_R, e_R, list_A, count)
+
+
+@triton.jit
+def _added(
+    part_PTR, shares, at_TR, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Sums of what all programs made, in their order."""
+    sum_TR = tl.zeros(at_TR.shape, tl.float32)
+    for number in range(shares):
+        place_TR = number * TOKENS * EXPERTS + at_TR
+        sum_TR += tl.load(part_PTR + place_TR, cache_modifier=".cg")
+    return sum_TR
 
 
 @triton.jit

@@ -3,8 +3,8 @@
     model.set_experts_implementation("moesaic")
 
 does it for any model whose experts stand behind that interface, such as an exported one.
-Models of moesaic's own architecture do it by themselves on a processor with AVX2 and
-no GPU beside it, and with them the router and the shared expert in the same call. On a
+Models of moesaic's own architecture do it by themselves on a processor with AVX2 and on
+a GPU of NVIDIA's, and with them the router and the shared expert in the same call. On a
 GPU up to 64 tokens at once run by Triton (experts_triton.py, blocks_triton.py). All
 others, on other devices, in training and where there is no compiler, go to
 transformers' grouped product.
@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moesaic.kernels import gpu
 from moesaic.kernels.blocks import block_forward
 from moesaic.kernels.experts_call import call_of, first_matrix, run
-from moesaic.kernels.experts_fit import fits, is_offloaded, is_usual
+from moesaic.kernels.experts_fit import fits, fits_gpu
 from moesaic.kernels.inputs import ACTIVATIONS
 from moesaic.kernels.linears import linear_forward
 from moesaic.kernels.neurons import copy_weight, neurons_forward
@@ -64,9 +64,7 @@ def _on_gpu(
     experts: Any, x_TD: Tensor, index_TK: Tensor, gate_TK: Tensor
 ) -> Tensor | None:
     """By Triton, few tokens at once; None where this is not for it."""
-    if not 0 < len(x_TD) <= gpu.MOST_TOKENS or torch.is_grad_enabled():
-        return None
-    if not is_usual(experts, x_TD) or is_offloaded(experts):
+    if not fits_gpu(experts, x_TD):
         return None
     return gpu.call(
         "experts",
@@ -80,16 +78,23 @@ def _on_gpu(
     )
 
 
+def _fits_any(experts: Any, x_TD: Tensor) -> bool:
+    """Whether these experts run by a kernel of ours, on such an input."""
+    if gpu.takes(x_TD):
+        return fits_gpu(experts, x_TD)
+    return fits(experts, x_TD)
+
+
 def _by_itself() -> bool:
     """Whether converted models take it unasked: where it was measured to be faster."""
     if torch.accelerator.is_available():
-        return False
+        return torch.cuda.is_available() and torch.version.cuda is not None
     capability = torch.backends.cpu.get_cpu_capability()
     return capability.startswith(("AVX2", "AVX512"))
 
 
 experts_forward.by_itself = _by_itself()  # type: ignore[attr-defined]
-experts_forward.fits = fits  # type: ignore[attr-defined]
+experts_forward.fits = _fits_any  # type: ignore[attr-defined]
 experts_forward.block = block_forward  # type: ignore[attr-defined]
 experts_forward.neurons = neurons_forward  # type: ignore[attr-defined]
 experts_forward.copy_weight = copy_weight  # type: ignore[attr-defined]

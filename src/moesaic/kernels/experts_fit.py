@@ -1,4 +1,4 @@
-"""Which experts run by the compiled kernel, and on which inputs.
+"""Which experts run by kernels of ours, and on which inputs.
 
 Shape suffixes: T tokens, D hidden_size, R experts, M neurons of one, N rows of an expert's
 first matrix.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.integrations import moe
 
+from moesaic.kernels import gpu
 from moesaic.kernels.build import library
 from moesaic.kernels.experts_call import FUNCTIONS, first_matrix
 from moesaic.kernels.inputs import (
@@ -37,6 +38,13 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
     if is_grouped_faster(experts, x_TD):
         return False
     return library() is not None
+
+
+def fits_gpu(experts: Any, x_TD: Tensor) -> bool:
+    """Whether they run by the kernels for GPUs, on such an input."""
+    if not 0 < len(x_TD) <= gpu.MOST_TOKENS or torch.is_grad_enabled():
+        return False
+    return is_usual(experts, x_TD) and not is_offloaded(experts)
 
 
 def is_usual(experts: Any, x_TD: Tensor) -> bool:

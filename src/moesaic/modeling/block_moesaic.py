@@ -134,14 +134,21 @@ class MoesaicBlock(MoesaicReplacement):
         return y_TD.index_add_(0, token_P, y_PD)
 
     def _all_are_faster(self, x_TD: Tensor) -> bool:
-        """Whether to compute every expert, and multiply what was not chosen by 0."""
-        if x_TD.device.type != "cpu" or not self.mask_pays():
+        """Whether to compute every expert, and multiply what was not chosen by 0.
+
+        On a GPU of any size: transformers' grouped product copies a token for each of
+        its experts, and took 1.2 to 8 times as long on an H200.
+        """
+        device = x_TD.device.type
+        if device not in ("cpu", "cuda") or not self.mask_pays():
             return False
         # An engine may have put experts of its own into their place.
         if not isinstance(self.experts, MoesaicExperts):
             return False
         if self.experts.has_own_kernel(x_TD):
             return False
+        if device == "cuda":
+            return True
         weights = self.sizes.expert * self.block.hidden_size
         return weights <= SMALL_EXPERT
 
