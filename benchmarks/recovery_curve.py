@@ -1,14 +1,18 @@
 """What recovery regains by the number of tokens, over the dense model trained on the same.
 
     python benchmarks/recovery_curve.py --output DIR [--windows 48,96,192] [--sparsity 0.5]
-        [--methods moesaic,static-repaired]
+        [--methods moesaic,static-repaired] [--device cuda]
+    python benchmarks/recovery_curve.py --output DIR --windows 976 --batch-size 4 --rate 1e-3 \
+        --sparsity 0.25,0.5 --methods moesaic --layouts S4A84E128,S4A53E128 --dense-layers 6,3 \
+        --samples 1024 --rank 8 --alpha 32 --test-tokens 65536 --device cuda
 
 For each number of windows the dense model is trained on them by next tokens, and each converted
 model against that one as its teacher. Ranks differ (RANKS): the dense model trains 39 million
 weights, `moesaic` 45 (32 experts), static pruning by half 30 and by a quarter 35. Perplexity is
 of the end of the training text, which nobody trained on, and with --test-tokens also of the test
 text. A row is written to DIR/rows.jsonl as it ends, and the same command goes on with what is
-there. The model is that of `make smollm2`.
+there. --layouts and --dense-layers (first so many) name one for each sparsity, --rank and --alpha
+are in place of those for all methods but dense. The model is that of `make smollm2`.
 """
 
 from __future__ import annotations
@@ -136,7 +140,7 @@ class Curve:
         drawn_NL = whole_steps(drawn_NL, batch_size)
         steps = len(drawn_NL) // batch_size
         rank, alpha = RANKS["dense"]
-        model = load_model(str(self.dense), "auto")
+        model = load_model(str(self.dense), "auto").to(self.options.device)
         rate = self.options.rate or usual_rate(
             steps, model.config.hidden_size, has_teacher=False
         )
@@ -152,12 +156,13 @@ class Curve:
         before = self.at_the_end(model)
         started = time.process_time()
         with widened_products(model.dtype, model.device):
-            trained = train(model, drawn_NL, settings, Machine(use_cpu=True))
+            machine = Machine(use_cpu=self.options.device == "cpu")
+            trained = train(model, drawn_NL, settings, machine)
         merged = merge(trained.model)
         minutes = (time.process_time() - started) / 60
-        merged.save_pretrained(folder)
-        load_tokenizer(str(self.dense)).save_pretrained(folder)
         after, test = self.measured(merged)
+        merged.cpu().save_pretrained(folder)
+        load_tokenizer(str(self.dense)).save_pretrained(folder)
         row = Row(
             method="dense",
             sparsity=0.0,
@@ -181,15 +186,26 @@ class Curve:
         name = f"{Path(method).stem}-{100 * sparsity:g}-seed{seed}"
         folder: Path = self.options.output / name
         if not folder.is_dir():
+            options = self.options
+            budget: dict[str, Any] = {"sparsity": sparsity}
+            if options.layouts:
+                number = options.sparsity.index(sparsity)
+                dense_layers = range(options.dense_layers[number])
+                budget = {
+                    "layout": options.layouts[number],
+                    "dense_layers": tuple(dense_layers),
+                }
             moesaic.convert(
                 str(self.dense),
                 method,
-                sparsity=sparsity,
                 calibration=self.text,
+                samples=options.samples,
                 sequence_length=TEST_LENGTH,
                 seed=seed,
+                device=options.device,
                 output=folder,
                 resume=True,
+                **budget,
             )
         return folder
 
@@ -201,7 +217,7 @@ class Curve:
         seed = self.options.seed
         folder = self.converted(method, sparsity)
         output = folder.with_name(f"{folder.name}-tuned-{windows}")
-        rank, alpha = RANKS[load_method(method).name]
+        usual_rank, usual_alpha = RANKS[load_method(method).name]
         started = time.process_time()
         report = moesaic.finetune(
             folder,
@@ -211,15 +227,16 @@ class Curve:
             sequence_length=LENGTH,
             batch_size=self.options.batch_size,
             lora_lr=self.options.rate,
-            rank=rank,
-            alpha=alpha,
+            rank=self.options.rank or usual_rank,
+            alpha=self.options.alpha or usual_alpha,
             distill=teacher,
             seed=seed,
+            device=self.options.device,
             resume=True,
         )
         minutes = (time.process_time() - started) / 60  # with what is measured
         settings = report.settings
-        model = load_model(str(output), "auto")
+        model = load_model(str(output), "auto").to(self.options.device)
         after, test = self.measured(model)
         row = Row(
             method=method,
@@ -281,8 +298,20 @@ def main() -> None:
     add("--batch-size", type=int)
     add("--rate", type=float)
     add("--seed", type=int, default=0)
+    add("--samples", type=int, help="windows of 1,024 to calibrate on")
+    add("--layouts", type=names, default=[])
+    add("--dense-layers", type=counts, default=[])
+    add("--rank", type=int)
+    add("--alpha", type=float)
+    add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--test-tokens", type=int, default=0)
     options = parser.parse_args()
+    if options.layouts:
+        asked = len(options.sparsity)
+        if {len(options.layouts), len(options.dense_layers)} != {asked}:
+            parser.error(
+                "--layouts and --dense-layers: one for each --sparsity"
+            )
     options.output.mkdir(parents=True, exist_ok=True)
     check_settings(options)
     quieten()
