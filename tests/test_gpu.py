@@ -73,7 +73,7 @@ def slow(block: Any, x_TD: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 64, 65, 700])
 @pytest.mark.parametrize("shape", BLOCKS)
 def test_blocks(shape: Any, tokens: int, dtype: torch.dtype, nothing_fails: None) -> None:
     block = block_of(shape, dtype).to(GPU)

@@ -16,7 +16,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from moesaic.kernels import gpu
 from moesaic.kernels.experts import experts_forward
-from moesaic.kernels.gpu import MOST_TOKENS
+from moesaic.kernels.gpu import FEW_TOKENS
 from moesaic.kernels.inputs import ACTIVATIONS
 from moesaic.kernels.neurons import neurons_forward
 from moesaic.modeling import GROUP, RouterConfig
@@ -289,7 +289,11 @@ def slow_block(block: Any, x_TD: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens"), [*zip(BLOCKS, [1, 3, MOST_TOKENS, 17, 2], strict=True)]
+    ("shape", "tokens"),
+    [
+        *zip(BLOCKS, [1, 3, FEW_TOKENS, 17, 2], strict=True),
+        *zip(BLOCKS[:3], [FEW_TOKENS + 1, 70, 66], strict=True),
+    ],
 )
 def test_blocks_equal_the_double_loop(shape: tuple[int, ...], tokens: int) -> None:
     block = block_of(shape)  # type: ignore[arg-type]
@@ -304,10 +308,11 @@ def test_blocks_equal_the_double_loop(shape: tuple[int, ...], tokens: int) -> No
     assert torch.equal(block_forward(block, x_TD), found)
 
 
+@pytest.mark.parametrize("tokens", [3, FEW_TOKENS + 1])
 @pytest.mark.parametrize(("gated", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_blocks_of_all_kinds(gated: bool, dtype: torch.dtype) -> None:
+def test_blocks_of_all_kinds(gated: bool, dtype: torch.dtype, tokens: int) -> None:
     block = block_of((8, 12, 9, 4, 40), dtype, "relu", gated)
-    x_TD = torch.randn(3, 40).to(dtype)
+    x_TD = torch.randn(tokens, 40).to(dtype)
     found = block_forward(block, x_TD)
     assert found.dtype == dtype
     block.double().experts.config._experts_implementation = "eager"
@@ -315,15 +320,18 @@ def test_blocks_of_all_kinds(gated: bool, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("tokens", [3, FEW_TOKENS + 1])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("absolute", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
-def test_experts_chosen_by_copies_of_neurons(gated: bool, absolute: bool, biased: bool) -> None:
+def test_experts_chosen_by_copies_of_neurons(
+    gated: bool, absolute: bool, biased: bool, tokens: int
+) -> None:
     """With a bias by probability, without one by score, as the slow way does."""
     router = RouterConfig("neuron-copies", "topk", absolute=absolute)
-    block = block_of((13, 12, 37, 4, 64), gated=gated, router=router)
+    block = block_of((13, 12, 37, 14, 64), gated=gated, router=router)
     block.router.selection_bias.mul_(5 if biased else 0)
-    x_TD = torch.randn(3, 64)
+    x_TD = torch.randn(tokens, 64)
     found = block_forward(block, x_TD)
     block.experts.config._experts_implementation = "eager"
     torch.testing.assert_close(found, block(x_TD), rtol=1e-5, atol=1e-5)
@@ -349,7 +357,9 @@ def test_of_equal_scores_so_many_run_as_should() -> None:
 
 def test_blocks_that_are_turned_away() -> None:
     block = block_of((8, 12, 9, 4, 40))
-    assert block_forward(block, torch.randn(MOST_TOKENS + 1, 40)) is None
+    many_TD = torch.randn(FEW_TOKENS + 1, 40)
+    assert block_forward(block, many_TD) is not None
+    assert block_forward(block_of((8, 12, 9, 2, 40)), many_TD) is None  # so few run
     x_TD = torch.randn(2, 40)
     assert block_forward(block, x_TD) is not None
     assert block_forward(block, x_TD.double()) is None
@@ -419,6 +429,7 @@ OPS = [
     ("neurons", lambda: given_to_neurons("gates-alone")),
     ("experts", given_to_experts),
     ("blocks", given_to_blocks),
+    ("prompts", given_to_blocks),
 ]
 
 

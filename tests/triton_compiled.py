@@ -25,6 +25,7 @@ block_forward: Any = experts_forward.block  # type: ignore[attr-defined]
 
 NEURONS = {"_choose", "_run", "_add"}
 EXPERTS = {"_list", "_hidden", "_output"}
+PROMPTS = {"_gates", "_masked"}
 BLOCKS = {"_route", "_hidden", "_output"}
 
 
@@ -87,10 +88,13 @@ def test_experts(gated: bool, dtype: torch.dtype, compiled: set[str]) -> None:
     assert not gpu._failed
 
 
-@pytest.mark.parametrize(("tokens", "kind"), [(1, "linear"), (40, "linear"), (3, "neuron-copies")])
+@pytest.mark.parametrize(
+    ("tokens", "kind"),
+    [(1, "linear"), (40, "linear"), (65, "linear"), (3, "neuron-copies"), (65, "neuron-copies")],
+)
 def test_blocks(tokens: int, kind: str, compiled: set[str]) -> None:
     router = RouterConfig(kind, "topk")
-    block = block_of((9, 12, 20, 4, 40), torch.bfloat16, router=router)
+    block = block_of((9, 12, 20, 6, 40), torch.bfloat16, router=router)
     assert block_forward(block, torch.randn(tokens, 40).bfloat16()) is not None
-    assert compiled == BLOCKS
+    assert compiled == (PROMPTS if tokens > 64 else BLOCKS)
     assert not gpu._failed

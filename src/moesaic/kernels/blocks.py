@@ -1,6 +1,6 @@
 """Whole blocks of moesaic's architecture in one call: router, shared and routed experts.
 
-On a CPU by experts_cpu.cpp, on a GPU by blocks_triton.py.
+On a CPU by experts_cpu.cpp, on a GPU by blocks_triton.py and prompts_triton.py.
 
 Whether a block is fit for that takes longer to see than a small block to run, and it runs
 for every token: what was seen is kept, and compared with what is there now.
@@ -68,11 +68,15 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
 
 
 def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
-    """By Triton, few tokens at once; None where this is not for it.
+    """By Triton; None where this is not for it.
 
-    What was seen is not kept: a graph of torch.compile could not hold it.
+    Many tokens compute every expert, so not where few of them run. What was seen is not
+    kept: a graph of torch.compile could not hold it.
     """
     experts = block.experts
+    are_few = len(x_TD) <= gpu.FEW_TOKENS
+    if not are_few and not block.mask_pays():
+        return None
     if not fits_gpu(experts, x_TD):
         return None
     if not _is_plain(block, x_TD):
@@ -87,7 +91,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         if shared.gate_proj is not None:
             gate_SD = shared.gate_proj.weight
     return gpu.call(
-        "blocks",
+        "blocks" if are_few else "prompts",
         x_TD.contiguous(),
         matrices["router_RD"],
         matrices.get("router_gate_RD"),

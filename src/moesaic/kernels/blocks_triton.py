@@ -154,52 +154,89 @@ def _route(
         tl.store(gate_PTR + at_NT, gate_NT, (r_N < EXPERTS)[:, None])
     if is_last(arrived, tl.num_programs(0) * shares):
         e_R = tl.arange(0, EXPERTS)
-        bias_1R = tl.load(bias_R + e_R, e_R < R, 0.0)[None, :]
-        scale_1R = tl.load(scale_R + e_R, e_R < R, 0.0)[None, :]
         runs_R = tl.zeros((EXPERTS,), tl.int32)
         for first in range(0, tokens, 16):  # tokens at a time
             s_T = first + tl.arange(0, 16)
             at_TR = s_T[:, None] * EXPERTS + e_R[None, :]
-            up_TR = _added(part_PTR, shares, at_TR, TOKENS, EXPERTS)
-            score_TR = up_TR
-            if COPIES:
-                if GATED:
-                    first_PTR = part_PTR + shares * TOKENS * EXPERTS
-                    gate_of_TR = _added(
-                        first_PTR, shares, at_TR, TOKENS, EXPERTS
-                    )
-                    score_TR = activated(gate_of_TR, ACTIVATION) * up_TR
-                else:
-                    score_TR = activated(up_TR, ACTIVATION)
-                if ABSOLUTE:
-                    score_TR = tl.abs(score_TR)
-            there_TR = (s_T < tokens)[:, None] & (e_R < R)[None, :]
-            score_TR = tl.where((e_R < R)[None, :], score_TR, LOWEST)
-            top_T1 = tl.max(score_TR, axis=1)[:, None]
-            part_TR = tl.exp(score_TR - top_T1)
-            share_TR = part_TR / tl.sum(part_TR, axis=1)[:, None]
-            value_TR = score_TR + bias_1R
-            if COPIES:
-                # Without a bias scores rank: probabilities may underflow.
-                has_bias = tl.max(tl.abs(bias_1R)) > 0.0
-                by_share_TR = tl.where(there_TR, share_TR + bias_1R, LOWEST)
-                value_TR = tl.where(has_bias, by_share_TR, score_TR)
-            chosen_TR = _best(value_TR, K, EXPERTS) & there_TR
-            gate = tl.where(chosen_TR, 1.0 + share_TR * scale_1R, 0.0)
-            tl.store(gate_TR + s_T[:, None] * R + e_R[None], gate, there_TR)
+            up_TR = _added(part_PTR, shares, at_TR, R, TOKENS, EXPERTS)
+            gate_of_TR = up_TR
+            if GATED:
+                first_PTR = part_PTR + shares * TOKENS * EXPERTS
+                gate_of_TR = _added(
+                    first_PTR, shares, at_TR, R, TOKENS, EXPERTS
+                )
+            gate, chosen_TR = gates_of(
+                up_TR, gate_of_TR, bias_R, scale_R, s_T, tokens, R, K,
+                EXPERTS, GATED, COPIES, ABSOLUTE, ACTIVATION,
+            )  # fmt: skip
+            store_gates(gate_TR, gate, s_T, tokens, R, EXPERTS)
             runs_R = runs_R | tl.max(chosen_TR.to(tl.int32), axis=0)
         write_list(runs_R, e_R, list_A, count)
 
 
 @triton.jit
-def _added(
-    part_PTR, shares, at_TR, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
+def gates_of(
+    up_TR,
+    gate_of_TR,
+    bias_R,
+    scale_R,
+    t_T,
+    tokens,
+    R,
+    K,
+    EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    COPIES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """Sums of what all programs made, in their order."""
+    """From the router's products: gates, 0 for experts that do not run, and who runs."""
+    e_R = tl.arange(0, EXPERTS)
+    bias_1R = tl.load(bias_R + e_R, e_R < R, 0.0)[None, :]
+    scale_1R = tl.load(scale_R + e_R, e_R < R, 0.0)[None, :]
+    score_TR = up_TR
+    if COPIES:
+        if GATED:
+            score_TR = activated(gate_of_TR, ACTIVATION) * up_TR
+        else:
+            score_TR = activated(up_TR, ACTIVATION)
+        if ABSOLUTE:
+            score_TR = tl.abs(score_TR)
+    there_TR = (t_T < tokens)[:, None] & (e_R < R)[None, :]
+    score_TR = tl.where((e_R < R)[None, :], score_TR, LOWEST)
+    top_T1 = tl.max(score_TR, axis=1)[:, None]
+    part_TR = tl.exp(score_TR - top_T1)
+    share_TR = part_TR / tl.sum(part_TR, axis=1)[:, None]
+    value_TR = score_TR + bias_1R
+    if COPIES:
+        # Without a bias scores rank: probabilities may underflow.
+        has_bias = tl.max(tl.abs(bias_1R)) > 0.0
+        by_share_TR = tl.where(there_TR, share_TR + bias_1R, LOWEST)
+        value_TR = tl.where(has_bias, by_share_TR, score_TR)
+    chosen_TR = _best(value_TR, K, EXPERTS) & there_TR
+    gate = tl.where(chosen_TR, 1.0 + share_TR * scale_1R, 0.0)
+    return gate, chosen_TR
+
+
+@triton.jit
+def store_gates(gate_TR, gate, t_T, tokens, R, EXPERTS: tl.constexpr):
+    e_R = tl.arange(0, EXPERTS)
+    there_TR = (t_T < tokens)[:, None] & (e_R < R)[None, :]
+    tl.store(gate_TR + t_T[:, None] * R + e_R[None, :], gate, there_TR)
+
+
+@triton.jit
+def _added(
+    part_PTR, shares, at_TR, R, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Sums of what all programs made, in their order, 0 for what is no expert."""
+    is_one_1R = (tl.arange(0, EXPERTS) < R)[None, :]
     sum_TR = tl.zeros(at_TR.shape, tl.float32)
     for number in range(shares):
         place_TR = number * TOKENS * EXPERTS + at_TR
-        sum_TR += tl.load(part_PTR + place_TR, cache_modifier=".cg")
+        sum_TR += tl.load(
+            part_PTR + place_TR, is_one_1R, 0.0, cache_modifier=".cg"
+        )
     return sum_TR
 
 

@@ -64,7 +64,7 @@ def _on_gpu(
     experts: Any, x_TD: Tensor, index_TK: Tensor, gate_TK: Tensor
 ) -> Tensor | None:
     """By Triton, few tokens at once; None where this is not for it."""
-    if not fits_gpu(experts, x_TD):
+    if len(x_TD) > gpu.FEW_TOKENS or not fits_gpu(experts, x_TD):
         return None
     return gpu.call(
         "experts",
@@ -81,7 +81,7 @@ def _on_gpu(
 def _fits_any(experts: Any, x_TD: Tensor) -> bool:
     """Whether these experts run by a kernel of ours, on such an input."""
     if gpu.takes(x_TD):
-        return fits_gpu(experts, x_TD)
+        return len(x_TD) <= gpu.FEW_TOKENS and fits_gpu(experts, x_TD)
     return fits(experts, x_TD)
 
 

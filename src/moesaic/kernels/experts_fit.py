@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers.integrations import moe
 
-from moesaic.kernels import gpu
 from moesaic.kernels.build import library
 from moesaic.kernels.experts_call import FUNCTIONS, first_matrix
 from moesaic.kernels.inputs import (
@@ -42,7 +41,7 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
 
 def fits_gpu(experts: Any, x_TD: Tensor) -> bool:
     """Whether they run by the kernels for GPUs, on such an input."""
-    if not 0 < len(x_TD) <= gpu.MOST_TOKENS or torch.is_grad_enabled():
+    if not len(x_TD) or torch.is_grad_enabled():
         return False
     return is_usual(experts, x_TD) and not is_offloaded(experts)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 64  # that the kernels for experts take at once
+FEW_TOKENS = 64  # of which experts_triton.py takes no more at once
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,199 @@
+"""Whole blocks on a GPU, for many tokens at once: every expert, under a mask.
+
+`_gates` scores the experts and chooses, `_masked` multiplies hidden states with gates, 0
+for experts that do not run. The products are torch's, each one matrix for all experts:
+as many multiply-accumulates as the dense FFN, and what it takes beside them are the
+router and a copy of W_down, whose experts do not lie side by side.
+
+Shape suffixes: T tokens, D hidden_size, R experts, M neurons of an expert, N rows of a
+matrix, S neurons of the shared expert, C columns, F hidden states of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
+
+from moesaic.kernels.blocks_triton import gates_of, store_gates
+from moesaic.kernels.experts_triton import FEWEST, tile_of, tokens_of
+from moesaic.kernels.tiles_triton import activated, multiplied
+
+TOKENS = tl.constexpr(16)  # of a program of `_gates`
+GATES = {"WIDTH": 64, "num_warps": 4, "num_stages": 3}
+WIDTH = 1024  # hidden states of a program of `_masked`
+
+
+@torch.library.custom_op("moesaic::prompts", mutates_args=())
+def prompts(
+    x_TD: Tensor,
+    router_RD: Tensor,
+    router_gate_RD: Tensor | None,
+    bias_R: Tensor,
+    scale_R: Tensor,
+    shared_gate_SD: Tensor | None,
+    shared_up_SD: Tensor | None,
+    shared_down_DS: Tensor | None,
+    first_RND: Tensor,
+    down_RDM: Tensor,
+    active: int,
+    gated: bool,
+    activation: int,
+    copies: bool,
+    absolute: bool,
+) -> Tensor:
+    """What `blocks` gives, (T, D)."""
+    tokens, hidden = x_TD.shape
+    count, neurons = len(first_RND), down_RDM.shape[2]
+    gate_TR = x_TD.new_empty((tokens, count), dtype=torch.float32)
+    with torch.cuda.device_of(x_TD):  # Triton launches on the current one
+        _gates[(triton.cdiv(tokens, TOKENS.value),)](
+            x_TD,
+            router_RD,
+            router_gate_RD,
+            bias_R,
+            scale_R,
+            gate_TR,
+            tokens,
+            hidden,
+            count,
+            active,
+            EXPERTS=max(FEWEST, triton.next_power_of_2(count)),
+            GATED=router_gate_RD is not None,
+            COPIES=copies,
+            ABSOLUTE=absolute,
+            ACTIVATION=activation,
+            **GATES,
+        )
+        up_TN = linear(x_TD, first_RND.flatten(0, 1))
+        gate_TN = up_TN
+        if gated:  # W_up follows W_gate in every expert
+            up_TN = up_TN[:, neurons:]
+        h_TF = _activations(
+            gate_TN, up_TN, gate_TR, count, neurons, gated, activation
+        )
+        down_DF = down_RDM.transpose(0, 1).flatten(1)
+        if shared_up_SD is None or shared_down_DS is None:
+            return linear(h_TF, down_DF)
+        up_TS = linear(x_TD, shared_up_SD)
+        gate_TS = up_TS
+        if shared_gate_SD is not None:
+            gate_TS = linear(x_TD, shared_gate_SD)
+        shared = up_TS.shape[1]
+        h_TS = _activations(gate_TS, up_TS, None, 1, shared, gated, activation)
+    y_TD = linear(h_TS, shared_down_DS)
+    return y_TD.addmm_(h_TF, down_DF.T)
+
+
+@prompts.register_fake
+def _shape_of_prompts(x_TD: Tensor, *others: object) -> Tensor:
+    return torch.empty_like(x_TD)
+
+
+def _activations(
+    gate_TN: Tensor,
+    up_TN: Tensor,
+    gate_TR: Tensor | None,
+    count: int,
+    neurons: int,
+    gated: bool,
+    activation: int,
+) -> Tensor:
+    """Hidden states of all experts, times their gates where there are any (T, F)."""
+    tokens = len(up_TN)
+    width = count * neurons
+    from_token = up_TN.stride(0)
+    h_TF = up_TN.new_empty((tokens, width))
+    _masked[(tokens, triton.cdiv(width, WIDTH))](
+        gate_TN,
+        up_TN,
+        gate_TR,
+        h_TF,
+        width,
+        neurons,
+        count,
+        from_token,
+        from_token // count,
+        GATED=gated,
+        ACTIVATION=activation,
+        WIDTH=WIDTH,
+    )
+    return h_TF
+
+
+@triton.jit
+def _gates(
+    x_TD,
+    router_RD,
+    router_gate_RD,
+    bias_R,
+    scale_R,
+    gate_TR,
+    tokens,
+    D,
+    R,
+    K,
+    EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    COPIES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Gates of some tokens, 0 for experts that they do not run."""
+    t_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    r_N = tl.arange(0, EXPERTS)
+    up_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
+    gate_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
+    for start in range(0, D, WIDTH):
+        d_C = start + tl.arange(0, WIDTH)
+        x_CT = tokens_of(x_TD, t_T, tokens, d_C, D, D)
+        up_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, D, 1)
+        up_NT = multiplied(up_NC, x_CT, up_NT)
+        if GATED:
+            gate_NC = tile_of(router_gate_RD, r_N, r_N < R, d_C, D, D, 1)
+            gate_NT = multiplied(gate_NC, x_CT, gate_NT)
+    gate, _ = gates_of(
+        tl.trans(up_NT), tl.trans(gate_NT), bias_R, scale_R, t_T, tokens, R, K,
+        EXPERTS, GATED, COPIES, ABSOLUTE, ACTIVATION,
+    )  # fmt: skip
+    store_gates(gate_TR, gate, t_T, tokens, R, EXPERTS)
+
+
+@triton.jit
+def _masked(
+    gate_TN,
+    up_TN,
+    gate_TR,
+    h_TF,
+    F,
+    M,
+    R,
+    from_token,
+    from_expert,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Some hidden states of a token, times their gates where there are any.
+
+    `from_...` says how far apart products with W_gate, and with W_up, lie.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    c_C = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    there_C = c_C < F
+    expert_C = c_C // M
+    from_C = token * from_token + expert_C * from_expert + c_C % M
+    h_C = tl.load(up_TN + from_C, there_C, 0.0).to(tl.float32)
+    if GATED:
+        gate_C = tl.load(gate_TN + from_C, there_C, 0.0).to(tl.float32)
+        h_C = activated(gate_C, ACTIVATION) * h_C
+    else:
+        h_C = activated(h_C, ACTIVATION)
+    if gate_TR is not None:
+        times_C = tl.load(gate_TR + token * R + expert_C, there_C, 0.0)
+        # Of a token that does not run the expert this may be no number.
+        h_C = tl.where(times_C == 0.0, 0.0, h_C * times_C)
+    tl.store(h_TF + token * F + c_C, h_C.to(h_TF.dtype.element_ty), there_C)
