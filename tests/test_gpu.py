@@ -60,6 +60,20 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def inputs(block: Any, tokens: int) -> Tensor:
+    """Tokens whose choice no rounding decides."""
+    router = block.router
+    weight = block.experts.down_proj
+    x_TD = torch.randn(2 * tokens + 8, weight.shape[1]).to(GPU, weight.dtype)
+    value_TR = router.biased(router.scores(x_TD)).sort(descending=True).values
+    if router.num_active == router.num_routed:
+        return x_TD[:tokens]
+    gap_T = value_TR[:, router.num_active - 1] - value_TR[:, router.num_active]
+    clear_TD = x_TD[gap_T > 1e-4]
+    assert len(clear_TD) >= tokens
+    return clear_TD[:tokens]
+
+
 def slow(block: Any, x_TD: Tensor) -> Tensor:
     """In float64, part by part, on the CPU, by the choice that `block` itself makes."""
     chosen = block.router(x_TD)
@@ -77,7 +91,7 @@ def slow(block: Any, x_TD: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", BLOCKS)
 def test_blocks(shape: Any, tokens: int, dtype: torch.dtype, nothing_fails: None) -> None:
     block = block_of(shape, dtype).to(GPU)
-    x_TD = torch.randn(tokens, shape[-1]).to(GPU, dtype)
+    x_TD = inputs(block, tokens)
     found = block_forward(block, x_TD)
     assert found is not None
     assert relative(found, slow(block, x_TD)) < TOLERANCE[dtype]
@@ -89,7 +103,7 @@ def test_experts_chosen_by_copies_of_neurons(nothing_fails: None) -> None:
     dtype = torch.float32
     router = RouterConfig("neuron-copies", "topk")
     block = block_of((192, 192, 7, 5, 576), dtype, router=router).to(GPU)
-    x_TD = torch.randn(5, 576).to(GPU, dtype)
+    x_TD = inputs(block, 5)
     found = block_forward(block, x_TD)
     assert found is not None
     assert relative(found, slow(block, x_TD)) < TOLERANCE[dtype]

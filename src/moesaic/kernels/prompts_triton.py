@@ -143,7 +143,7 @@ def _gates(
     WIDTH: tl.constexpr,
 ):
     """Gates of some tokens, 0 for experts that they do not run."""
-    t_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    t_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     r_N = tl.arange(0, EXPERTS)
     up_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
     gate_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
