@@ -276,7 +276,16 @@ def names(text: str) -> list[str]:
 
 def check_settings(options: argparse.Namespace) -> None:
     """Stops where the folder holds rows of another rate or batch."""
-    settings = {"rate": options.rate, "batch_size": options.batch_size}
+    names = (
+        "rate",
+        "batch_size",
+        "samples",
+        "layouts",
+        "dense_layers",
+        "rank",
+        "alpha",
+    )
+    settings = {name: getattr(options, name) for name in names}
     file = options.output / "settings.json"
     if file.is_file() and json.loads(file.read_text()) != settings:
         sys.exit(f"{file} has other settings; take another --output")

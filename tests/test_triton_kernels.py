@@ -31,10 +31,15 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("cases", "interpret"), [("triton_cases.py", "1"), ("triton_compiled.py", "0")]
+    ("cases", "own"),
+    [
+        ("triton_cases.py", {"TRITON_INTERPRET": "1"}),
+        ("triton_compiled.py", {"TRITON_INTERPRET": "0", "CAPABILITY": "80"}),
+        ("triton_compiled.py", {"TRITON_INTERPRET": "0", "CAPABILITY": "90"}),
+    ],
 )
-def test_in_a_process_of_its_own(cases: str, interpret: str, tmp_path: Path) -> None:
-    own = {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
+def test_in_a_process_of_its_own(cases: str, own: dict[str, str], tmp_path: Path) -> None:
+    own = own | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, str(HERE / cases)],

@@ -21,6 +21,7 @@ from moesaic.kernels.experts_triton import (
     is_last,
     run_listed,
     tile_of,
+    tiling,
     tokens_of,
     write_list,
 )
@@ -87,7 +88,7 @@ def blocks(
             COPIES=copies,
             ABSOLUTE=absolute,
             ACTIVATION=activation,
-            **ROUTE,
+            **tiling(ROUTE, x_TD.dtype),
         )
         return run_listed(
             x_TD,
@@ -208,11 +209,14 @@ def gates_of(
     part_TR = tl.exp(score_TR - top_T1)
     share_TR = part_TR / tl.sum(part_TR, axis=1)[:, None]
     value_TR = score_TR + bias_1R
+    # What is no expert comes after all that are, the lowest too.
+    value_TR = tl.where(there_TR, value_TR, float("-inf"))
     if COPIES:
         # Without a bias scores rank: probabilities may underflow.
         has_bias = tl.max(tl.abs(bias_1R)) > 0.0
-        by_share_TR = tl.where(there_TR, share_TR + bias_1R, LOWEST)
-        value_TR = tl.where(has_bias, by_share_TR, score_TR)
+        by_share_TR = share_TR + bias_1R
+        by_share_TR = tl.where(there_TR, by_share_TR, float("-inf"))
+        value_TR = tl.where(has_bias, by_share_TR, value_TR)
     chosen_TR = _best(value_TR, K, EXPERTS) & there_TR
     gate = tl.where(chosen_TR, 1.0 + share_TR * scale_1R, 0.0)
     return gate, chosen_TR

@@ -5,9 +5,10 @@
 does it for any model whose experts stand behind that interface, such as an exported one.
 Models of moesaic's own architecture do it by themselves on a processor with AVX2 and on
 a GPU of NVIDIA's, and with them the router and the shared expert in the same call. On a
-GPU up to 64 tokens at once run by Triton (experts_triton.py, blocks_triton.py). All
-others, on other devices, in training and where there is no compiler, go to
-transformers' grouped product.
+GPU up to 64 tokens at once run by Triton (experts_triton.py, blocks_triton.py), and
+longer inputs of our blocks (prompts_triton.py). All others, on other devices, in
+training and where there is no compiler, go to transformers' grouped product, or the
+block computes every expert.
 
 Shape suffixes: T tokens, D hidden_size, K experts of a token.
 """
@@ -81,12 +82,17 @@ def _on_gpu(
 def _fits_any(experts: Any, x_TD: Tensor) -> bool:
     """Whether these experts run by a kernel of ours, on such an input."""
     if gpu.takes(x_TD):
-        return len(x_TD) <= gpu.FEW_TOKENS and fits_gpu(experts, x_TD)
+        are_few = len(x_TD) <= gpu.FEW_TOKENS
+        return are_few and fits_gpu(experts, x_TD) and gpu.is_there("experts")
     return fits(experts, x_TD)
 
 
 def _by_itself() -> bool:
-    """Whether converted models take it unasked: where it was measured to be faster."""
+    """Whether converted models take it unasked.
+
+    On processors where it was measured to be faster; on a GPU the kernel for blocks was,
+    for few tokens, and the others do less than what they stand for.
+    """
     if torch.accelerator.is_available():
         return torch.cuda.is_available() and torch.version.cuda is not None
     capability = torch.backends.cpu.get_cpu_capability()

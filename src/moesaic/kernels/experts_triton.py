@@ -27,7 +27,7 @@ FEWEST = (
     16  # rows, columns and tokens of the smallest product that Triton makes
 )
 UNIT = 8  # numbers of bfloat16 that are read at once where they lie so
-# Of twelve tilings each the fastest on an H200, at 576 to 4,096 (benchmarks/results).
+# Of twelve tilings each among the fastest on an H200 (benchmarks/results), in bfloat16.
 HIDDEN = {"ROWS": 16, "WIDTH": 128, "num_warps": 2, "num_stages": 4}
 OUTPUT = {"ROWS": 64, "WIDTH": 128, "num_warps": 4, "num_stages": 3}
 PROGRAMS = 264  # that share W_down, two for each part of the GPU
@@ -125,10 +125,11 @@ def run_listed(
     rows = HIDDEN["ROWS"]
     shares = triton.cdiv(PROGRAMS, place.tiles)
     shares = min(shares, triton.cdiv(shared + listed, OUTPUT["WIDTH"]))
-    # Numbers that `UNIT` divides are told so: rows are then read 16 bytes at a time.
-    by_shared = _unit(shared)
-    by_neurons = _unit(neurons)
-    h_TF = x_TD.new_empty((tokens, shared + listed))
+    # Told which of these numbers `UNIT` divides, Triton reads 16 bytes at a time.
+    width = shared + listed
+    shared_row, shared_column = shared_down_DS.stride()
+    of_expert, of_row, of_column = down_RDM.stride()
+    h_TF = x_TD.new_empty((tokens, width))
     part_PTD = x_TD.new_empty((shares, tokens, hidden), dtype=torch.float32)
     y_TD = torch.empty_like(x_TD)
     shared_tiles = triton.cdiv(shared, rows)
@@ -146,11 +147,11 @@ def run_listed(
         len(first_RND),
         shared,
         neurons,
-        shared + listed,
+        width,
         GATED=gated,
         ACTIVATION=activation,
         TOKENS=place.padded,
-        **HIDDEN,
+        **tiling(HIDDEN, x_TD.dtype),
     )
     _output[(place.tiles, shares)](
         h_TF,
@@ -163,21 +164,34 @@ def run_listed(
         y_TD,
         tokens,
         hidden,
-        shared // by_shared,
-        neurons // by_neurons,
-        shared + listed,
-        *shared_down_DS.stride(),
-        *down_RDM.stride(),
-        BY_SHARED=by_shared,
-        BY_NEURONS=by_neurons,
+        shared // unit_of(shared),
+        neurons // unit_of(neurons),
+        width // unit_of(width),
+        shared_row // unit_of(shared_row),
+        shared_column,
+        of_expert,
+        of_row // unit_of(of_row),
+        of_column,
+        BY_SHARED=unit_of(shared),
+        BY_NEURONS=unit_of(neurons),
+        BY_WIDTH=unit_of(width),
+        BY_SHARED_ROW=unit_of(shared_row),
+        BY_ROW=unit_of(of_row),
         TOKENS=place.padded,
-        **OUTPUT,
+        **tiling(OUTPUT, x_TD.dtype),
     )
     return y_TD
 
 
-def _unit(number: int) -> int:
+def unit_of(number: int) -> int:
     return UNIT if number % UNIT == 0 else 1
+
+
+def tiling(sizes: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """Numbers of twice the width take half as many: shared memory holds no more."""
+    if dtype != torch.float32:
+        return sizes
+    return sizes | {"WIDTH": sizes["WIDTH"] // 2}
 
 
 @triton.jit
@@ -284,14 +298,17 @@ def _output(
     D,
     shared_units,
     neuron_units,
-    F,
-    shared_from_row,
+    width_units,
+    shared_row_units,
     shared_from_column,
     from_expert,
-    from_row,
+    row_units,
     from_column,
     BY_SHARED: tl.constexpr,
     BY_NEURONS: tl.constexpr,
+    BY_WIDTH: tl.constexpr,
+    BY_SHARED_ROW: tl.constexpr,
+    BY_ROW: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -302,6 +319,9 @@ def _output(
     """
     S = shared_units * BY_SHARED
     M = neuron_units * BY_NEURONS
+    F = width_units * BY_WIDTH
+    shared_from_row = shared_row_units * BY_SHARED_ROW
+    from_row = row_units * BY_ROW
     tile = tl.program_id(0)
     share = tl.program_id(1)
     shares = tl.num_programs(1)

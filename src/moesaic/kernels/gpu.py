@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 # Kernels that could not be imported or compiled: said once, and not tried again.
 _failed: set[str] = set()
+_too_large: set[str] = set()  # somewhere, said once
 
 
 def takes(x_TD: Tensor) -> bool:
@@ -36,7 +37,7 @@ def call(name: str, x_TD: Tensor, *others: Any) -> Tensor | None:
     None, and the first time a warning with the reason, where it cannot be had. A graph
     that torch compiles holds the op, and has no other way when it runs.
     """
-    if not _is_there(name):
+    if not is_there(name):
         return None
     op = getattr(torch.ops.moesaic, name)
     try:
@@ -50,7 +51,7 @@ def call(name: str, x_TD: Tensor, *others: Any) -> Tensor | None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_there(name: str) -> bool:
+def is_there(name: str) -> bool:
     """Whether the file can be imported, which makes its op one of torch's."""
     if name not in _failed:
         try:
@@ -61,7 +62,13 @@ def _is_there(name: str) -> bool:
 
 
 def _give_up(name: str, error: Exception) -> None:
-    _failed.add(name)
+    """Says so; one that does not fit into this GPU's memory may for other inputs."""
+    if type(error).__name__ == "OutOfResources" and name in _too_large:
+        return
+    if type(error).__name__ == "OutOfResources":
+        _too_large.add(name)
+    else:
+        _failed.add(name)
     reason = str(error).strip().splitlines() or [type(error).__name__]
     log.warning(
         "%s run without moesaic's kernel for GPUs: %s", name, reason[-1]

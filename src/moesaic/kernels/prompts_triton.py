@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moesaic.kernels.blocks_triton import gates_of, store_gates
-from moesaic.kernels.experts_triton import FEWEST, tile_of, tokens_of
+from moesaic.kernels.experts_triton import (
+    FEWEST,
+    tile_of,
+    tiling,
+    tokens_of,
+    unit_of,
+)
 from moesaic.kernels.tiles_triton import activated, multiplied
 
 TOKENS = tl.constexpr(16)  # of a program of `_gates`
@@ -65,7 +71,7 @@ def prompts(
             COPIES=copies,
             ABSOLUTE=absolute,
             ACTIVATION=activation,
-            **GATES,
+            **tiling(GATES, x_TD.dtype),
         )
         up_TN = linear(x_TD, first_RND.flatten(0, 1))
         gate_TN = up_TN
@@ -105,6 +111,7 @@ def _activations(
     tokens = len(up_TN)
     width = count * neurons
     from_token = up_TN.stride(0)
+    from_expert = from_token // count
     h_TF = up_TN.new_empty((tokens, width))
     _masked[(tokens, triton.cdiv(width, WIDTH))](
         gate_TN,
@@ -112,10 +119,13 @@ def _activations(
         gate_TR,
         h_TF,
         width,
-        neurons,
+        neurons // unit_of(neurons),
         count,
-        from_token,
-        from_token // count,
+        from_token // unit_of(from_token),
+        from_expert // unit_of(from_expert),
+        BY_NEURONS=unit_of(neurons),
+        BY_TOKEN=unit_of(from_token),
+        BY_EXPERT=unit_of(from_expert),
         GATED=gated,
         ACTIVATION=activation,
         WIDTH=WIDTH,
@@ -169,10 +179,13 @@ def _masked(
     gate_TR,
     h_TF,
     F,
-    M,
+    neuron_units,
     R,
-    from_token,
-    from_expert,
+    token_units,
+    expert_units,
+    BY_NEURONS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -181,6 +194,9 @@ def _masked(
 
     `from_...` says how far apart products with W_gate, and with W_up, lie.
     """
+    M = neuron_units * BY_NEURONS
+    from_token = token_units * BY_TOKEN
+    from_expert = expert_units * BY_EXPERT
     token = tl.program_id(0).to(tl.int64)
     c_C = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there_C = c_C < F

@@ -145,6 +145,8 @@ class MoesaicBlock(MoesaicReplacement):
         # An engine may have put experts of its own into their place.
         if not isinstance(self.experts, MoesaicExperts):
             return False
+        if device == "cuda" and self.router.chooser == "threshold":
+            return True  # the kernel would get pairs, each as a token
         if self.experts.has_own_kernel(x_TD):
             return False
         if device == "cuda":
