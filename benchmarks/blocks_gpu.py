@@ -141,6 +141,8 @@ def main() -> None:
     add("--layouts", default=LAYOUTS)
     add("--tokens", default="1,16,64,512,2048")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU of NVIDIA's, and torch built for it")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     for shape in options.shapes.split(","):

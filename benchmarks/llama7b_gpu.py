@@ -137,6 +137,8 @@ def main() -> None:
     add("--method", default="cmoe")
     add("--layout", default="S3A3E8")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU of NVIDIA's, and torch built for it")
     steps[options.step](options)
 
 

@@ -315,6 +315,8 @@ def main() -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--test-tokens", type=int, default=0)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("needs a GPU of NVIDIA's, and torch built for it")
     if options.layouts:
         asked = len(options.sparsity)
         if {len(options.layouts), len(options.dense_layers)} != {asked}:
