@@ -55,10 +55,10 @@ def by(kind: str, block: Any) -> Callable[[Tensor], Tensor]:
     return call
 
 
-def floor_of(sizes: Sizes, tokens: int) -> float:
+def floor_of(sizes: Sizes, tokens: int, many: int = MANY) -> float:
     """Weights read, or multiplied with, over the dense FFN's."""
     running = sizes.num_active / sizes.num_routed
-    if tokens < MANY:
+    if tokens < many:
         running = 1 - (1 - running) ** tokens
     neurons = sizes.shared + running * sizes.num_routed * sizes.expert
     router = sizes.num_routed / 3  # a row of it is one of a neuron's three

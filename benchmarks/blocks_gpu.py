@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from blocks import LAYOUTS, new_block
+from blocks import LAYOUTS, by, floor_of, new_block
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -34,16 +34,6 @@ ROUNDS = 15
 def new_blocks(sizes: Sizes, hidden: int, count: int) -> list[Any]:
     with torch.device("cuda"):
         return [new_block(sizes, hidden, torch.bfloat16) for _ in range(count)]
-
-
-def floor_of(sizes: Sizes, tokens: int) -> float:
-    """Weights read, or multiplied with, over the dense FFN's."""
-    running = sizes.num_active / sizes.num_routed
-    if tokens < MANY:
-        running = 1 - (1 - running) ** tokens
-    neurons = sizes.shared + running * sizes.num_routed * sizes.expert
-    router = sizes.num_routed / 3  # a row of it is one of a neuron's three
-    return (neurons + router) / sizes.total
 
 
 def graph_of(
@@ -78,17 +68,6 @@ def medians(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
             if number > 1:  # the first warm up
                 of_graph.append(start.elapsed_time(end))
     return [statistics.median(of_graph) for of_graph in found]
-
-
-def ours(block: Any) -> Callable[[Tensor], Tensor]:
-    def call(x_TD: Tensor) -> Tensor:
-        block.experts.config = SimpleNamespace(
-            _experts_implementation="moesaic"
-        )
-        output: Tensor = block(x_TD)
-        return output
-
-    return call
 
 
 def grouped(block: Any) -> Callable[[Tensor], Tensor]:
@@ -161,13 +140,13 @@ def main() -> None:
                 x_TD = torch.randn(tokens, hidden, device="cuda").bfloat16()
                 ways = [
                     dense,
-                    [ours(block) for block in made],
+                    [by("moesaic", block) for block in made],
                     [grouped(block) for block in made],
                     [under_mask(block) for block in made],
                 ]
                 times = medians([graph_of(calls, x_TD) for calls in ways])
                 of_dense, of_ours, by_groups, masked = times
-                floor = floor_of(sizes, tokens)
+                floor = floor_of(sizes, tokens, MANY)
                 ratio = of_ours / of_dense
                 print(
                     f"| {name} | {tokens} | {1e3 * of_dense / count:.1f} | {ratio:.2f} | "

@@ -83,6 +83,24 @@ def test_without_triton_it_says_so_once_and_goes_on(
     assert "triton" in line
 
 
+def test_what_does_not_fit_once_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton says so of some sizes; others may fit."""
+
+    class OutOfResources(Exception):
+        pass
+
+    monkeypatch.setattr(gpu, "_failed", set())
+    monkeypatch.setattr(gpu, "_too_large", set())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            gpu._give_up("blocks", OutOfResources("out of resource: shared memory"))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("out of resource: shared memory")
+    assert not gpu._failed
+
+
 @needs_triton
 @torch.no_grad()
 def test_what_cannot_be_compiled_goes_the_other_way(

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from moesaic.kernels.tiles_triton import activated, multiplied
 
-FEWEST = (
-    16  # rows, columns and tokens of the smallest product that Triton makes
-)
+# Rows, columns and tokens of the smallest product that Triton makes.
+FEWEST = 16
 UNIT = 8  # numbers of bfloat16 that are read at once where they lie so
 # Of twelve tilings each among the fastest on an H200 (benchmarks/results), in bfloat16.
 HIDDEN = {"ROWS": 16, "WIDTH": 128, "num_warps": 2, "num_stages": 4}
@@ -63,7 +62,6 @@ def experts(
             len(x_TD),
             count,
             active,
-            TOKENS=place.padded,
             EXPERTS=padded,
         )
         return run_listed(
@@ -204,7 +202,6 @@ def _list(
     tokens,
     R,
     K,
-    TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """Gates of all experts, 0 for those that a token does not run, and who runs."""
