@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 import moesaic  # noqa: F401 - registers the kernel
+from moesaic.kernels import gathered_triton
+from moesaic.kernels.gpu import FEW_TOKENS
 from moesaic.layout import Layout
 from moesaic.modeling import Sizes
 
@@ -99,6 +101,19 @@ def under_mask(block: Any) -> Callable[[Tensor], Tensor]:
     return call
 
 
+def gathering(
+    blocks: Sequence[Any], x_TD: Tensor
+) -> torch.cuda.CUDAGraph | None:
+    """Ours, gathering tokens whether that pays or not; None where it never would."""
+    if len(x_TD) <= FEW_TOKENS:
+        return None
+    speed = gathered_triton.SPEED
+    gathered_triton.SPEED = float("inf")
+    graph = graph_of([by("moesaic", block) for block in blocks], x_TD)
+    gathered_triton.SPEED = speed
+    return graph
+
+
 def dense_ffn(hidden: int, neurons: int) -> Callable[[Tensor], Tensor]:
     new = {"device": "cuda", "dtype": torch.bfloat16}
     gate, up = (torch.randn(neurons, hidden, **new) for _ in range(2))
@@ -131,7 +146,7 @@ def main() -> None:
         print(f"\n{hidden} / {neurons}, {count} FFNs in a graph\n")
         print(
             "| layout | tokens | dense, us | over dense | floor | over floor | grouped_mm over "
-            "dense | under a mask |\n|---|---|---|---|---|---|---|---|"
+            "dense | under a mask | gathered |\n|---|---|---|---|---|---|---|---|---|"
         )
         for name in options.layouts.split(","):
             sizes = Layout.parse(name).sizes(neurons)
@@ -144,14 +159,21 @@ def main() -> None:
                     [grouped(block) for block in made],
                     [under_mask(block) for block in made],
                 ]
-                times = medians([graph_of(calls, x_TD) for calls in ways])
-                of_dense, of_ours, by_groups, masked = times
+                graphs = [graph_of(calls, x_TD) for calls in ways]
+                gathers = gathering(made, x_TD)
+                if gathers is not None:
+                    graphs.append(gathers)
+                times = medians(graphs)
+                of_dense, of_ours, by_groups, masked = times[:4]
+                gathered = "-"
+                if gathers is not None:
+                    gathered = f"{times[4] / of_dense:.2f}"
                 floor = floor_of(sizes, tokens, MANY)
                 ratio = of_ours / of_dense
                 print(
                     f"| {name} | {tokens} | {1e3 * of_dense / count:.1f} | {ratio:.2f} | "
                     f"{floor:.2f} | {ratio / floor:.2f} | {by_groups / of_dense:.2f} | "
-                    f"{masked / of_dense:.2f} |",
+                    f"{masked / of_dense:.2f} | {gathered} |",
                     flush=True,
                 )
 

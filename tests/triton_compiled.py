@@ -29,6 +29,7 @@ CAPABILITY = int(os.environ.get("CAPABILITY", "80"))
 NEURONS = {"_choose", "_run", "_add"}
 EXPERTS = {"_list", "_hidden", "_output"}
 PROMPTS = {"_gates", "_masked"}
+GATHERED = {"_sort", "_gathered"}
 BLOCKS = {"_route", "_hidden", "_output"}
 
 
@@ -81,6 +82,17 @@ def test_neurons(kind: str, tokens: int, dtype: torch.dtype, compiled: set[str])
     assert not gpu._failed
 
 
+@pytest.mark.parametrize("tokens", [65, 2048])
+@pytest.mark.parametrize(("gated", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_gathered(gated: bool, dtype: torch.dtype, tokens: int, compiled: set[str]) -> None:
+    block = block_of((0, 64, 4, 2, 128), dtype, "silu", gated)
+    x_TD = torch.randn(tokens, 128, dtype=dtype)
+    index_TK, gate_TK = block.router(x_TD)
+    experts_forward(block.experts, x_TD, index_TK, gate_TK)
+    assert compiled == GATHERED
+    assert not gpu._failed
+
+
 @pytest.mark.parametrize(("gated", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_experts(gated: bool, dtype: torch.dtype, compiled: set[str]) -> None:
     block = block_of((1, 12, 9, 4, 40), dtype, "relu", gated)
@@ -97,7 +109,7 @@ def test_experts(gated: bool, dtype: torch.dtype, compiled: set[str]) -> None:
 )
 def test_blocks(tokens: int, kind: str, compiled: set[str]) -> None:
     router = RouterConfig(kind, "topk")
-    block = block_of((9, 12, 20, 6, 40), torch.bfloat16, router=router)
+    block = block_of((9, 12, 20, 8, 40), torch.bfloat16, router=router)
     assert block_forward(block, torch.randn(tokens, 40).bfloat16()) is not None
     assert compiled == (PROMPTS if tokens > 64 else BLOCKS)
     assert not gpu._failed

@@ -70,13 +70,9 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
 def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
     """By Triton; None where this is not for it.
 
-    Many tokens compute every expert, so not where few of them run. What was seen is not
-    kept: a graph of torch.compile could not hold it.
+    What was seen is not kept: a graph of torch.compile could not hold it.
     """
     experts = block.experts
-    are_few = len(x_TD) <= gpu.FEW_TOKENS
-    if not are_few and not block.mask_pays():
-        return None
     if not fits_gpu(experts, x_TD):
         return None
     if not _is_plain(block, x_TD):
@@ -90,6 +86,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         down_DS = shared.down_proj.weight
         if shared.gate_proj is not None:
             gate_SD = shared.gate_proj.weight
+    are_few = len(x_TD) <= gpu.FEW_TOKENS
     return gpu.call(
         "blocks" if are_few else "prompts",
         x_TD.contiguous(),

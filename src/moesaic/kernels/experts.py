@@ -5,8 +5,8 @@
 does it for any model whose experts stand behind that interface, such as an exported one.
 Models of moesaic's own architecture do it by themselves on a processor with AVX2 and on
 a GPU of NVIDIA's, and with them the router and the shared expert in the same call. On a
-GPU up to 64 tokens at once run by Triton (experts_triton.py, blocks_triton.py), and
-longer inputs of our blocks (prompts_triton.py). All others, on other devices, in
+GPU up to 64 tokens at once run by experts_triton.py and blocks_triton.py, longer inputs
+by experts_prompts_triton.py and prompts_triton.py. All others, on other devices, in
 training and where there is no compiler, go to transformers' grouped product, or the
 block computes every expert.
 
@@ -30,6 +30,8 @@ from moesaic.kernels.linears import linear_forward
 from moesaic.kernels.neurons import copy_weight, neurons_forward
 
 NAME = "moesaic"
+# Share of the experts up to which W_down of all of them costs more than it saves.
+FEW_EXPERTS = 0.25
 
 
 def experts_forward(
@@ -64,11 +66,18 @@ def experts_forward(
 def _on_gpu(
     experts: Any, x_TD: Tensor, index_TK: Tensor, gate_TK: Tensor
 ) -> Tensor | None:
-    """By Triton, few tokens at once; None where this is not for it."""
-    if len(x_TD) > gpu.FEW_TOKENS or not fits_gpu(experts, x_TD):
+    """By Triton; None where this is not for it.
+
+    Many tokens multiply W_down of every expert, so not where few of them run.
+    """
+    if not fits_gpu(experts, x_TD):
+        return None
+    are_few = len(x_TD) <= gpu.FEW_TOKENS
+    share = index_TK.shape[1] / len(experts.down_proj)
+    if not are_few and share <= FEW_EXPERTS:
         return None
     return gpu.call(
-        "experts",
+        "experts" if are_few else "experts_prompts",
         x_TD.contiguous(),
         first_matrix(experts),
         experts.down_proj,
@@ -83,7 +92,8 @@ def _fits_any(experts: Any, x_TD: Tensor) -> bool:
     """Whether these experts run by a kernel of ours, on such an input."""
     if gpu.takes(x_TD):
         are_few = len(x_TD) <= gpu.FEW_TOKENS
-        return are_few and fits_gpu(experts, x_TD) and gpu.is_there("experts")
+        name = "experts" if are_few else "experts_prompts"
+        return fits_gpu(experts, x_TD) and gpu.is_there(name)
     return fits(experts, x_TD)
 
 

@@ -1,9 +1,11 @@
-"""Whole blocks on a GPU, for many tokens at once: every expert, under a mask.
+"""Whole blocks on a GPU, for many tokens at once.
 
-`_gates` scores the experts and chooses, `_masked` multiplies hidden states with gates, 0
-for experts that do not run. The products are torch's, each one matrix for all experts:
-as many multiply-accumulates as the dense FFN, and what it takes beside them are the
-router and a copy of W_down, whose experts do not lie side by side.
+`_gates` scores the experts and chooses. Where few enough run, gathered_triton.py makes
+hidden states of those; else torch makes those of all, one product for all experts, and
+`_masked` multiplies them with their gates, 0 for experts that do not run. W_down is one
+product for all experts in torch: its zeros cost less than sums over a token's experts.
+What the whole takes beside the dense FFN are the router and a copy of W_down, whose
+experts do not lie side by side.
 
 Shape suffixes: T tokens, D hidden_size, R experts, M neurons of an expert, N rows of a
 matrix, S neurons of the shared expert, C columns, F hidden states of a token.
@@ -25,6 +27,7 @@ from moesaic.kernels.experts_triton import (
     tokens_of,
     unit_of,
 )
+from moesaic.kernels.gathered_triton import gathered, gathering_pays
 from moesaic.kernels.tiles_triton import activated, multiplied
 
 TOKENS = tl.constexpr(16)  # of a program of `_gates`
@@ -52,7 +55,7 @@ def prompts(
 ) -> Tensor:
     """What `blocks` gives, (T, D)."""
     tokens, hidden = x_TD.shape
-    count, neurons = len(first_RND), down_RDM.shape[2]
+    count = len(first_RND)
     gate_TR = x_TD.new_empty((tokens, count), dtype=torch.float32)
     with torch.cuda.device_of(x_TD):  # Triton launches on the current one
         _gates[(triton.cdiv(tokens, TOKENS.value),)](
@@ -73,14 +76,10 @@ def prompts(
             ACTIVATION=activation,
             **tiling(GATES, x_TD.dtype),
         )
-        up_TN = linear(x_TD, first_RND.flatten(0, 1))
-        gate_TN = up_TN
-        if gated:  # W_up follows W_gate in every expert
-            up_TN = up_TN[:, neurons:]
-        h_TF = _activations(
-            gate_TN, up_TN, gate_TR, count, neurons, gated, activation
+        h_TF = routed_hidden(
+            x_TD, first_RND, gate_TR, active, gated, activation
         )
-        down_DF = down_RDM.transpose(0, 1).flatten(1)
+        down_DF = flat_down(down_RDM)
         if shared_up_SD is None or shared_down_DS is None:
             return linear(h_TF, down_DF)
         up_TS = linear(x_TD, shared_up_SD)
@@ -96,6 +95,33 @@ def prompts(
 @prompts.register_fake
 def _shape_of_prompts(x_TD: Tensor, *others: object) -> Tensor:
     return torch.empty_like(x_TD)
+
+
+def routed_hidden(
+    x_TD: Tensor,
+    first_RND: Tensor,
+    gate_TR: Tensor,
+    active: int,
+    gated: bool,
+    activation: int,
+) -> Tensor:
+    """Hidden states of all experts times their gates, 0 where they rest (T, F)."""
+    count, in_expert, _ = first_RND.shape
+    neurons = in_expert // 2 if gated else in_expert
+    if gathering_pays(active, count, neurons):
+        return gathered(x_TD, first_RND, gate_TR, active, gated, activation)
+    up_TN = linear(x_TD, first_RND.flatten(0, 1))
+    gate_TN = up_TN
+    if gated:  # W_up follows W_gate in every expert
+        up_TN = up_TN[:, neurons:]
+    return _activations(
+        gate_TN, up_TN, gate_TR, count, neurons, gated, activation
+    )
+
+
+def flat_down(down_RDM: Tensor) -> Tensor:
+    """W_down of all experts beside each other (D, F)."""
+    return down_RDM.transpose(0, 1).flatten(1)
 
 
 def _activations(
