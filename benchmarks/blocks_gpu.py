@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 import moesaic  # noqa: F401 - registers the kernel
-from moesaic.kernels import gathered_triton
+from moesaic.kernels.gathered_triton import SPEED
 from moesaic.kernels.gpu import FEW_TOKENS
 from moesaic.layout import Layout
 from moesaic.modeling import Sizes
@@ -107,10 +107,10 @@ def gathering(
     """Ours, gathering tokens whether that pays or not; None where it never would."""
     if len(x_TD) <= FEW_TOKENS:
         return None
-    speed = gathered_triton.SPEED
-    gathered_triton.SPEED = float("inf")
+    speed = SPEED[x_TD.dtype]
+    SPEED[x_TD.dtype] = float("inf")
     graph = graph_of([by("moesaic", block) for block in blocks], x_TD)
-    gathered_triton.SPEED = speed
+    SPEED[x_TD.dtype] = speed
     return graph
 
 

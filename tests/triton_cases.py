@@ -16,7 +16,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from moesaic.kernels import gpu
 from moesaic.kernels.experts import experts_forward
-from moesaic.kernels.gathered_triton import gathering_pays, rows_of
+from moesaic.kernels.gathered_triton import SPEED, gathering_pays, rows_of
 from moesaic.kernels.gpu import FEW_TOKENS
 from moesaic.kernels.inputs import ACTIVATIONS
 from moesaic.kernels.neurons import neurons_forward
@@ -326,16 +326,19 @@ def test_blocks_equal_the_double_loop(shape: tuple[int, ...], tokens: int) -> No
 FEW_RUN = [((8, 12, 9, 2, 40), 70), ((0, 70, 5, 2, 72), 200), ((0, 64, 3, 1, 40), 1025)]
 
 
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SPEED, torch.float32, float("inf"))
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("shape", "tokens"), FEW_RUN)
 def test_gathered_tokens_equal_all_under_a_mask(
-    shape: tuple[int, ...], tokens: int, gated: bool
+    shape: tuple[int, ...], tokens: int, gated: bool, gathers: None
 ) -> None:
-    _, neurons, count, active, hidden = shape
     block = block_of(shape, gated=gated)  # type: ignore[arg-type]
-    x_TD = torch.randn(tokens, hidden)
+    x_TD = torch.randn(tokens, shape[-1])
     x_TD[tokens // 2] = torch.nan  # is nothing to the others
-    assert gathering_pays(active, count, neurons)
     found = block_forward(block, x_TD)
     assert found is not None
     assert torch.equal(block_forward(block, x_TD).nan_to_num(), found.nan_to_num())
@@ -345,7 +348,7 @@ def test_gathered_tokens_equal_all_under_a_mask(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_an_expert_may_have_all_tokens_or_none() -> None:
+def test_an_expert_may_have_all_tokens_or_none(gathers: None) -> None:
     block = block_of((8, 12, 9, 2, 40))
     block.router.selection_bias[:] = torch.tensor([9.0, 5, 0, 0, 0, 0, 0, 0, -9])
     x_TD = torch.randn(130, 40)
@@ -363,9 +366,10 @@ def test_when_gathering_pays() -> None:
     assert rows_of(704) == 64
     assert rows_of(96) == 32
     assert rows_of(48) == 32
-    assert gathering_pays(2, 6, 192)  # 2/6 of the work
-    assert not gathering_pays(11, 15, 96)  # 11/15
-    assert not gathering_pays(4, 8, 48)  # 4/8, times 64/48
+    assert gathering_pays(2, 6, 192, torch.bfloat16)  # 2/6 of the work
+    assert not gathering_pays(2, 6, 192, torch.float32)
+    assert not gathering_pays(11, 15, 96, torch.bfloat16)  # 11/15
+    assert not gathering_pays(4, 8, 48, torch.bfloat16)  # 4/8, times 64/48
 
 
 @pytest.mark.parametrize("tokens", [3, FEW_TOKENS + 1])

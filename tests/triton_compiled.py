@@ -17,6 +17,7 @@ from triton.runtime import JITFunction, driver
 
 from moesaic.kernels import gpu
 from moesaic.kernels.experts import experts_forward
+from moesaic.kernels.gathered_triton import SPEED
 from moesaic.kernels.neurons import neurons_forward
 from moesaic.modeling import RouterConfig
 from tests.random_neurons import inputs_of, neurons_of
@@ -84,7 +85,14 @@ def test_neurons(kind: str, tokens: int, dtype: torch.dtype, compiled: set[str])
 
 @pytest.mark.parametrize("tokens", [65, 2048])
 @pytest.mark.parametrize(("gated", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_gathered(gated: bool, dtype: torch.dtype, tokens: int, compiled: set[str]) -> None:
+def test_gathered(
+    gated: bool,
+    dtype: torch.dtype,
+    tokens: int,
+    compiled: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(SPEED, torch.float32, float("inf"))
     block = block_of((0, 64, 4, 2, 128), dtype, "silu", gated)
     x_TD = torch.randn(tokens, 128, dtype=dtype)
     index_TK, gate_TK = block.router(x_TD)

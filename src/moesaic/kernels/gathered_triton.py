@@ -19,19 +19,24 @@ from torch import Tensor
 from moesaic.kernels.experts_triton import tile_of, tiling
 from moesaic.kernels.tiles_triton import activated, multiplied
 
-# Run on no GPU yet: sizes that Triton's own examples take, and a share of torch's speed.
+# Run on no GPU yet. In bfloat16 the compiler makes what an H100 is fast at of these sizes
+# (wgmma, copies of 16 bytes on the way, 126 registers, none in memory); in float32 it runs
+# out of registers.
 PRODUCT = {"WIDTH": 64, "num_stages": 3}
 ROWS = (64, 32)  # neurons of a program, the larger if that wastes little
 WASTE = 1.15
-SPEED = 0.6
+# Of torch's product, guessed.
+SPEED = {torch.bfloat16: 0.6, torch.float32: 0.3}
 MANY = 256  # tokens for each expert, from which a program takes 128
 SORTED = 1024  # tokens that `_sort` looks at together
 
 
-def gathering_pays(active: int, count: int, neurons: int) -> bool:
+def gathering_pays(
+    active: int, count: int, neurons: int, dtype: torch.dtype
+) -> bool:
     """Whether that takes less time than every expert for all tokens by torch's product."""
     computed = active * _filled(neurons, rows_of(neurons))
-    return computed <= SPEED * count * neurons
+    return computed <= SPEED[dtype] * count * neurons
 
 
 def rows_of(neurons: int) -> int:

@@ -108,7 +108,7 @@ def routed_hidden(
     """Hidden states of all experts times their gates, 0 where they rest (T, F)."""
     count, in_expert, _ = first_RND.shape
     neurons = in_expert // 2 if gated else in_expert
-    if gathering_pays(active, count, neurons):
+    if gathering_pays(active, count, neurons, x_TD.dtype):
         return gathered(x_TD, first_RND, gate_TR, active, gated, activation)
     up_TN = linear(x_TD, first_RND.flatten(0, 1))
     gate_TN = up_TN
