@@ -203,6 +203,13 @@ def test_a_model_that_asks_for_it_has_it() -> None:
 # --- experts -----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many tokens each expert computes those that run it, whether that pays or not."""
+    for dtype in SPEED:
+        monkeypatch.setitem(SPEED, dtype, float("inf"))
+
+
 @pytest.mark.parametrize(
     ("shape", "tokens"),
     [
@@ -226,11 +233,14 @@ def test_experts_equal_the_double_loop(shape: tuple[int, int, int, int], tokens:
     assert torch.equal(experts_forward(block.experts, x_TD, index_TK, gate_TK), found)
 
 
+@pytest.mark.parametrize("tokens", [1, FEW_TOKENS + 6])
 @pytest.mark.parametrize(("gated", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 @pytest.mark.parametrize("activation", ["silu", "relu", "gelu_pytorch_tanh"])
-def test_experts_of_all_kinds(activation: str, gated: bool, dtype: torch.dtype) -> None:
+def test_experts_of_all_kinds(
+    activation: str, gated: bool, dtype: torch.dtype, tokens: int, gathers: None
+) -> None:
     block = block_of((1, 12, 9, 4, 40), dtype, activation, gated)
-    x_TD = torch.randn(1, 40).to(dtype)
+    x_TD = torch.randn(tokens, 40).to(dtype)
     index_TK, gate_TK = block.router(x_TD)
     found = experts_forward(block.experts, x_TD, index_TK, gate_TK)
     assert found.dtype == dtype
@@ -241,7 +251,7 @@ def test_experts_of_all_kinds(activation: str, gated: bool, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("tokens", [4, FEW_TOKENS + 4])
-def test_an_index_beyond_the_experts_is_nobodys(tokens: int) -> None:
+def test_an_index_beyond_the_experts_is_nobodys(tokens: int, gathers: None) -> None:
     block = block_of((1, 12, 9, 4, 40))
     x_TD = torch.randn(tokens, 40)
     index_TK, gate_TK = block.router(x_TD)
@@ -252,7 +262,10 @@ def test_an_index_beyond_the_experts_is_nobodys(tokens: int) -> None:
     torch.testing.assert_close(found, fewer)
 
 
-def test_a_stock_model_takes_it_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("length", "first"), [(7, "experts"), (70, "experts_prompts")])
+def test_a_stock_model_takes_it_by_one_call(
+    length: int, first: str, monkeypatch: pytest.MonkeyPatch, gathers: None
+) -> None:
     config = Glm4MoeConfig(
         vocab_size=64,
         hidden_size=32,
@@ -268,14 +281,14 @@ def test_a_stock_model_takes_it_by_one_call(monkeypatch: pytest.MonkeyPatch) -> 
         topk_group=1,
     )
     model = Glm4MoeForCausalLM(config).eval()
-    prompt = torch.arange(7)[None]
+    prompt = torch.arange(length)[None] % 64
     expected = model.generate(prompt, max_new_tokens=3, do_sample=False)
     calls = []
     call = gpu.call
     monkeypatch.setattr(gpu, "call", lambda *given: calls.append(given[0]) or call(*given))
     model.set_experts_implementation("moesaic")
     assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
-    assert calls == 6 * ["experts"]  # two layers, the prompt and two tokens
+    assert calls == 2 * [first] + 4 * ["experts"]  # two layers, the prompt and two tokens
 
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -326,11 +339,6 @@ def test_blocks_equal_the_double_loop(shape: tuple[int, ...], tokens: int) -> No
 FEW_RUN = [((8, 12, 9, 2, 40), 70), ((0, 70, 5, 2, 72), 200), ((0, 64, 3, 1, 40), 1025)]
 
 
-@pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SPEED, torch.float32, float("inf"))
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("shape", "tokens"), FEW_RUN)
 def test_gathered_tokens_equal_all_under_a_mask(
@@ -362,10 +370,11 @@ def test_an_expert_may_have_all_tokens_or_none(gathers: None) -> None:
 
 
 def test_when_gathering_pays() -> None:
-    """By hand: 64 of 96 neurons fill 1.33 of it in programs of 64, all of it in those of 32."""
-    assert rows_of(704) == 64
-    assert rows_of(96) == 32
-    assert rows_of(48) == 32
+    """By hand: programs of 64 neurons compute 128 for an expert of 96, those of 32 just 96."""
+    assert rows_of(704, torch.bfloat16) == 64
+    assert rows_of(704, torch.float32) == 32
+    assert rows_of(96, torch.bfloat16) == 32
+    assert rows_of(48, torch.bfloat16) == 32
     assert gathering_pays(2, 6, 192, torch.bfloat16)  # 2/6 of the work
     assert not gathering_pays(2, 6, 192, torch.float32)
     assert not gathering_pays(11, 15, 96, torch.bfloat16)  # 11/15

@@ -46,7 +46,8 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
 
     None for a block that has other parts than those: it then runs them one by one.
     Costs 6 (S + K M) D + 2 R D FLOPs a token, 4 R D by copies of neurons, whose scores
-    stay in float32 here: near ties may choose otherwise than torch in bfloat16.
+    stay in float32 here: near ties may choose otherwise than torch in bfloat16. Many
+    tokens on a GPU cost more, at most what all experts do (prompts_triton.py).
     """
     if gpu.takes(x_TD):
         return _on_gpu(block, x_TD)

@@ -6,9 +6,9 @@ does it for any model whose experts stand behind that interface, such as an expo
 Models of moesaic's own architecture do it by themselves on a processor with AVX2 and on
 a GPU of NVIDIA's, and with them the router and the shared expert in the same call. On a
 GPU up to 64 tokens at once run by experts_triton.py and blocks_triton.py, longer inputs
-by experts_prompts_triton.py and prompts_triton.py. All others, on other devices, in
-training and where there is no compiler, go to transformers' grouped product, or the
-block computes every expert.
+by experts_prompts_triton.py (where more than a quarter of the experts run) and
+prompts_triton.py. All others, on other devices, in training and where there is no
+compiler, go to transformers' grouped product, or the block computes every expert.
 
 Shape suffixes: T tokens, D hidden_size, K experts of a token.
 """
@@ -30,7 +30,8 @@ from moesaic.kernels.linears import linear_forward
 from moesaic.kernels.neurons import copy_weight, neurons_forward
 
 NAME = "moesaic"
-# Share of the experts up to which W_down of all of them costs more than it saves.
+# Share of the experts up to which many tokens on a GPU do not go by W_down of all of them.
+# Blocks of ours always do: all their experts are one dense FFN, those of others are many.
 FEW_EXPERTS = 0.25
 
 
@@ -44,7 +45,8 @@ def experts_forward(
 
     `top_k_index` (T, K) names experts, `top_k_weights` (T, K) are their gates. `experts`
     is a module of transformers' experts interface. Costs 6 K M D FLOPs a token, 4 where
-    the FFN has no gate; weights of experts that nobody chose are not read. W_down is
+    the FFN has no gate, and weights of experts that nobody chose are not read, but for
+    many tokens on a GPU (experts_prompts_triton.py). W_down is
     laid out anew, neuron by neuron, the first time: its values and shape stay.
     """
     if gpu.takes(hidden_states):

@@ -21,11 +21,11 @@ from moesaic.kernels.tiles_triton import activated, multiplied
 
 # Run on no GPU yet. In bfloat16 the compiler makes what an H100 is fast at of these sizes
 # (wgmma, copies of 16 bytes on the way, 126 registers, none in memory); in float32 it runs
-# out of registers.
+# out of registers with 64 rows.
 PRODUCT = {"WIDTH": 64, "num_stages": 3}
 ROWS = (64, 32)  # neurons of a program, the larger if that wastes little
 WASTE = 1.15
-# Of torch's product, guessed.
+# Over torch's product, by multiply-accumulates in a second: guesses.
 SPEED = {torch.bfloat16: 0.6, torch.float32: 0.3}
 MANY = 256  # tokens for each expert, from which a program takes 128
 SORTED = 1024  # tokens that `_sort` looks at together
@@ -35,15 +35,14 @@ def gathering_pays(
     active: int, count: int, neurons: int, dtype: torch.dtype
 ) -> bool:
     """Whether that takes less time than every expert for all tokens by torch's product."""
-    computed = active * _filled(neurons, rows_of(neurons))
+    computed = active * _filled(neurons, rows_of(neurons, dtype))
     return computed <= SPEED[dtype] * count * neurons
 
 
-def rows_of(neurons: int) -> int:
-    for rows in ROWS:
-        if _filled(neurons, rows) <= WASTE * neurons:
-            return rows
-    return ROWS[-1]
+def rows_of(neurons: int, dtype: torch.dtype) -> int:
+    more, fewer = ROWS
+    wastes_little = _filled(neurons, more) <= WASTE * neurons
+    return more if wastes_little and dtype != torch.float32 else fewer
 
 
 def _filled(neurons: int, rows: int) -> int:
@@ -71,7 +70,7 @@ def gathered(
     count_R = gate_TR.new_empty(count, dtype=torch.int32)
     _sort[(count,)](gate_TR, token_RT, count_R, tokens, count, WIDTH=SORTED)
     of_program = 128 if tokens * active >= MANY * count else 64
-    rows = rows_of(neurons)
+    rows = rows_of(neurons, x_TD.dtype)
     h_TF = x_TD.new_empty((tokens, count * neurons))
     # Programs beside each other share an expert's rows.
     grid = (triton.cdiv(tokens, of_program), count * triton.cdiv(neurons, rows))
@@ -98,7 +97,7 @@ def gathered(
 
 @triton.jit
 def _sort(gate_TR, token_RT, count_R, tokens, R, WIDTH: tl.constexpr):
-    """The tokens that run an expert, in their order, and after them those that do not."""
+    """The tokens that run an expert, in their order, then the others from the last on."""
     expert = tl.program_id(0)
     token_T = token_RT + expert.to(tl.int64) * tokens
     running = 0
