@@ -3,8 +3,8 @@
 `_gates` scores the experts and chooses. Where few enough run, gathered_triton.py makes
 hidden states of those; else torch makes those of all, one product for all experts, and
 `_masked` multiplies them with their gates, 0 for experts that do not run. W_down is one
-product for all experts in torch: its zeros cost less than sums over a token's experts.
-What the whole takes beside the dense FFN are the router and a copy of W_down, whose
+product for all experts in torch, of zeros too: sums over a token's experts would write as
+many outputs as it runs experts. What the whole takes beside the dense FFN are the router and a copy of W_down, whose
 experts do not lie side by side.
 
 Shape suffixes: T tokens, D hidden_size, R experts, M neurons of an expert, N rows of a
