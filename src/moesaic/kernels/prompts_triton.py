@@ -4,8 +4,8 @@
 hidden states of those; else torch makes those of all, one product for all experts, and
 `_masked` multiplies them with their gates, 0 for experts that do not run. W_down is one
 product for all experts in torch, of zeros too: sums over a token's experts would write as
-many outputs as it runs experts. What the whole takes beside the dense FFN are the router and a copy of W_down, whose
-experts do not lie side by side.
+many outputs as it runs experts. What the whole takes beside the dense FFN are the router
+and a copy of W_down, whose experts do not lie side by side.
 
 Shape suffixes: T tokens, D hidden_size, R experts, M neurons of an expert, N rows of a
 matrix, S neurons of the shared expert, C columns, F hidden states of a token.
