@@ -4,13 +4,13 @@
         [--methods moesaic,static-repaired] [--device cuda]
     python benchmarks/recovery_curve.py --output DIR --windows 976 --batch-size 4 --rate 1e-3 \
         --sparsity 0.25,0.5 --methods moesaic --layouts S4A84E128,S4A53E128 --dense-layers 6,3 \
-        --samples 1024 --rank 8 --alpha 32 --test-tokens 65536 --device cuda
+        --samples 1024 --rank 8 --alpha 32 --test-tokens 65536 --device cuda [--convert-tuned]
 
 For each number of windows the dense model is trained on them by next tokens, and each converted
 model against that one as its teacher. Ranks differ (RANKS): the dense model trains 39 million
 weights, `moesaic` 45 (32 experts), static pruning by half 30 and by a quarter 35. Perplexity is
 of the end of the training text, which nobody trained on, and with --test-tokens also of the test
-text. A row is written to DIR/rows.jsonl as it ends, and the same command goes on with what is
+text. --convert-tuned converts that trained dense model, not the one as it came. A row is written to DIR/rows.jsonl as it ends, and the same command goes on with what is
 there. --layouts and --dense-layers (first so many) name one for each sparsity, --rank and --alpha
 are in place of those for all methods but dense. The model is that of `make smollm2`.
 """
@@ -66,6 +66,7 @@ class Row:
     seed: int
     trained_weights: int
     before: float
+    test_before: float | None
     after: float
     over_dense: float
     test: float | None
@@ -153,7 +154,7 @@ class Curve:
             lora_lr=rate,
             seed=seed,
         )
-        before = self.at_the_end(model)
+        before, test_before = self.measured(model)
         started = time.process_time()
         with widened_products(model.dtype, model.device):
             machine = Machine(use_cpu=self.options.device == "cpu")
@@ -172,6 +173,7 @@ class Curve:
             seed=seed,
             trained_weights=trained.weights,
             before=before,
+            test_before=test_before,
             after=after,
             over_dense=1.0,
             test=test,
@@ -181,9 +183,14 @@ class Curve:
         self.add(row)
         return folder
 
-    def converted(self, method: str, sparsity: float) -> Path:
+    def converted(self, method: str, sparsity: float, windows: int) -> Path:
+        """The model before it is trained, as a folder."""
         seed = self.options.seed
         name = f"{Path(method).stem}-{100 * sparsity:g}-seed{seed}"
+        dense = self.dense
+        if self.options.convert_tuned:
+            name = f"{name}-of-dense-{windows}"
+            dense = self.tuned_dense(windows)
         folder: Path = self.options.output / name
         if not folder.is_dir():
             options = self.options
@@ -196,7 +203,7 @@ class Curve:
                     "dense_layers": tuple(dense_layers),
                 }
             moesaic.convert(
-                str(self.dense),
+                str(dense),
                 method,
                 calibration=self.text,
                 samples=options.samples,
@@ -215,8 +222,11 @@ class Curve:
         teacher = self.tuned_dense(windows)
         dense = self.find("dense", 0.0, windows)
         seed = self.options.seed
-        folder = self.converted(method, sparsity)
+        folder = self.converted(method, sparsity, windows)
         output = folder.with_name(f"{folder.name}-tuned-{windows}")
+        untrained = load_model(str(folder), "auto").to(self.options.device)
+        _, test_before = self.measured(untrained)
+        del untrained
         usual_rank, usual_alpha = RANKS[load_method(method).name]
         started = time.process_time()
         report = moesaic.finetune(
@@ -247,6 +257,7 @@ class Curve:
             seed=seed,
             trained_weights=report.trained_weights,
             before=report.perplexity_before,
+            test_before=test_before,
             after=after,
             over_dense=after / dense["after"],
             test=test,
@@ -284,6 +295,7 @@ def check_settings(options: argparse.Namespace) -> None:
         "dense_layers",
         "rank",
         "alpha",
+        "convert_tuned",
     )
     settings = {name: getattr(options, name) for name in names}
     file = options.output / "settings.json"
@@ -312,6 +324,7 @@ def main() -> None:
     add("--dense-layers", type=counts, default=[])
     add("--rank", type=int)
     add("--alpha", type=float)
+    add("--convert-tuned", action="store_true")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--test-tokens", type=int, default=0)
     options = parser.parse_args()

@@ -30,7 +30,7 @@ from moesaic.families.load import load_config
 from moesaic.layout import Layout
 from moesaic.methods.base import Budget
 from moesaic.methods.load import load_method
-from tests.stock_models import dense_model, tokenizer
+from tests.stock_models import converted_folder, dense_model, tokenizer
 
 # --- floors ------------------------------------------------------------------------------------
 
@@ -342,6 +342,23 @@ def test_a_model_beside_itself(
         assert len(row["seconds"]) == 2
         assert min(row["memory"]) > 2**24
     assert [row["tokens"] for row in rows] == [16, 2, 32, 4]
+
+
+def test_a_model_that_runs_without_its_kernel_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine without a compiler, whose user would else compare what is slow."""
+    converted = converted_folder("llama", tmp_path / "converted")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    result = bench(
+        str(converted), prefill=16, decode=2, batches=[1], rounds=1, device="cpu"
+    )
+    print_result(result)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "note: torch computes in place of moesaic's kernels" in printed
+    assert "no C++ compiler was found" in printed
 
 
 def test_models_timed_in_formats_of_their_own_are_told_apart(

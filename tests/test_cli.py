@@ -517,7 +517,7 @@ def break_tokenizer(folder: Path) -> None:
         (no_layers, "supported are"),
         (no_heads, "error"),
         (unknown_activation, "'foo' is no known name; see where its config.json has it"),
-        (quantise, "is quantised"),
+        (quantise, "is quantised in 4 bits already; convert the full-precision model"),
         (lead_to_the_card, "names 'README.md', which is no safetensors file"),
         (lead_outside, "names '../outside.safetensors', which is no file of its folder"),
         (break_index, "model.safetensors.index.json is damaged"),

@@ -63,7 +63,8 @@ def bench(
     engine computes in it. A batch that stops the engine ends the run; the rows before it
     are kept, and `skipped` says why. `dtypes` are the number formats of both, None where
     the engine decides: by `dtype` "auto" each model has its own. `emulated` are those of
-    them that this processor has no instructions for.
+    them that this processor has no instructions for. `notes` say what slowed a model
+    down, such as kernels of ours that could not be compiled.
 
     Models are folders or hub ids, for llama.cpp GGUF files. Raises MoesaicError for an
     engine that is not installed, a model that it cannot run, and numbers that do not fit.
@@ -131,6 +132,7 @@ def bench(
                     row["floor"] = floor_of(ours, dense, regime, kind)
                 rows.append(row)
         about = [worker.about for worker in workers]
+        notes = {note for worker in workers for note in worker.notes}
     formats = [_format_of(config, dtype) for config in configs]
     return {
         "model": model,
@@ -142,6 +144,7 @@ def bench(
         "dtype": dtype,
         "dtypes": formats,
         "emulated": _emulated(formats, found, compute),
+        "notes": sorted(notes),
         "rounds": rounds,
         "rows": rows,
         "load_seconds": [one["load_seconds"] for one in about],

@@ -102,13 +102,17 @@ def has_module(python: str, module: str) -> bool:
 
 @dataclass
 class Worker:
-    """A model that is loaded in an engine. `about` is what the engine says of itself."""
+    """A model that is loaded in an engine. `about` is what the engine says of itself.
+
+    `notes` is what it said so far that a user should know of its times.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
     errors: TextIO
     about: dict[str, Any] = field(default_factory=dict)
     unread: bytes = b""
+    notes: list[str] = field(default_factory=list)
 
     def time(self, regime: Regime) -> dict[str, float]:
         """Seconds for the prompts and for the tokens after them; bytes held at most.
@@ -118,6 +122,7 @@ class Worker:
         """
         self.tell(asdict(regime))
         values = self.hear("take a smaller --batch, or --against none")
+        self.notes = values.pop("notes", [])
         if min(values["prefill"], values["decode"]) <= 0:
             raise MoesaicError(
                 f"decode {regime.new}: too few tokens to tell their time from the "

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import torch
 import transformers
 from worker import peak, rows_of, serve
+
+
+class Warnings(logging.Handler):
+    """What moesaic warns of: that torch computes where a kernel of ours should."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def load(settings: dict[str, Any]) -> tuple[Any, dict[str, str]]:
@@ -68,4 +80,6 @@ def memory() -> int:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    serve(load, measure, memory)
+    warnings = Warnings()
+    logging.getLogger("moesaic").addHandler(warnings)
+    serve(load, measure, memory, lambda: warnings.lines)

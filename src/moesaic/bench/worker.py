@@ -24,13 +24,14 @@ def serve(
     load: Callable[[dict[str, Any]], tuple[Any, dict[str, str]]],
     measure: Callable[..., tuple[float, float]],
     memory: Callable[[], int] | None = None,
+    notes: Callable[[], list[str]] | None = None,
 ) -> None:
     """Loads the model that the first line names, and times one regime a line.
 
     `load(settings)` gives the engine's model, and what to say of it: version and device.
     `measure(model, batch, prompt, new)` gives seconds for the prompt and for all new
     tokens. `memory()` gives the bytes that were held at most, where the engine computes
-    in this process.
+    in this process. `notes()` gives what a user should know of these times.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -49,6 +50,8 @@ def serve(
         values: dict[str, Any] = {"prefill": prefill, "decode": decode}
         if memory is not None:
             values["memory"] = memory()
+        if notes is not None:
+            values["notes"] = notes()
         say(values)
 
 

@@ -150,6 +150,8 @@ def print_result(result: dict[str, Any]) -> None:
             "slower in it than in float32; see what --dtype float32 says",
             highlight=False,
         )
+    for note in result["notes"]:
+        out.print(f"note: {note}", highlight=False)
     _print_memory(result)
     for line in result["skipped"]:
         out.print(f"not timed: {line}", highlight=False)

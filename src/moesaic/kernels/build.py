@@ -46,9 +46,9 @@ def library() -> ctypes.CDLL | None:
     """
     try:
         compiled = ctypes.CDLL(str(_compiled(cache_folder())))
-    except Exception as error:  # whatever it is, the experts run without
+    except Exception as error:  # whatever it is, models run without
         log.warning(
-            "experts run without moesaic's kernel, which is slower on a CPU: %s",
+            "torch computes in place of moesaic's kernels for a CPU, which is slower: %s",
             reason_of(error),
         )
         return None
