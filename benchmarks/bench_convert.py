@@ -4,7 +4,9 @@
     python benchmarks/bench_convert.py --rows smollm2,7b
 
 Every time is a ratio to a dense pass over the same tokens, of the layers alone and of the whole
-model with its head, all measured in turn in one process; medians, the sum with its range.
+model with its head, all measured in turn in one process; medians, the sum with its range. A third
+column says how many passes of the layers' products the machine could have done in that time at
+its ceiling, which is what one large product reaches in the model's number format.
 """
 
 from __future__ import annotations
@@ -52,6 +54,41 @@ def dense_pass(model: Any, windows_NL: torch.Tensor) -> float:
 
 
 @torch.no_grad()
+def ceiling(dtype: torch.dtype) -> float:
+    """FLOPs a second of one large product, the best of five."""
+    size = 4096
+    factor = torch.randn(size, size, dtype=dtype)
+    seconds = []
+    with widened_products(dtype, CPU):
+        for _ in range(5):
+            begun = time.perf_counter()
+            factor @ factor
+            seconds.append(time.perf_counter() - begun)
+    return 2 * size**3 / min(seconds)
+
+
+def copied_bytes() -> float:
+    """Bytes a second of copying 1 GiB, read and written, the best of five."""
+    source = torch.ones(2**28)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begun)
+    return 2 * source.nbytes / min(seconds)
+
+
+def seconds_at_ceiling(model: Any, windows_NL: torch.Tensor) -> float:
+    """Of the layers' products with weights; those of attention are left out."""
+    weights = 0
+    for layer in find_ffns(model).layers:
+        matrices = [one for one in layer.parameters() if one.ndim == 2]
+        weights += sum(matrix.numel() for matrix in matrices)
+    return 2 * weights * windows_NL.numel() / ceiling(model.dtype)
+
+
+@torch.no_grad()
 def whole_pass(model: Any, windows_NL: torch.Tensor) -> float:
     """The model's own forward, logits and all, on as many tokens at once as the stream takes."""
     begun = time.perf_counter()
@@ -72,7 +109,8 @@ def bench_time(
     rounds: int,
     **settings: Any,
 ) -> None:
-    layers, whole, steps = [], [], []
+    layers, whole, steps, seconds = [], [], [], []
+    best = seconds_at_ceiling(model, windows_NL)
     dense_pass(model, windows_NL[:1])  # what torch itself takes, once
     for number in range(rounds + (rounds > 1)):
         victim = copy.deepcopy(model)
@@ -87,20 +125,25 @@ def bench_time(
             layers.append(sum(report.step_seconds.values()) / dense)
             whole.append(sum(report.step_seconds.values()) / with_head)
             steps.append({k: v / dense for k, v in report.step_seconds.items()})
+            seconds.append(dense)
     table = Table(
         "step",
         "passes of the layers",
         "of the whole model",
+        "at the ceiling",
         title=f"{method} {settings or ''} {layout}, {name}, {windows_NL.numel()} tokens",
     )
+    at_ceiling = statistics.median(seconds) / best
+    table.add_row("a dense pass", "1", "", f"{at_ceiling:.1f}")
     for step in steps[0]:
-        table.add_row(
-            step, f"{statistics.median(s[step] for s in steps):.2f}", ""
-        )
-    table.add_row("all", *(
+        passes = statistics.median(s[step] for s in steps)
+        table.add_row(step, f"{passes:.2f}", "", f"{passes * at_ceiling:.1f}")
+    spans = [
         f"{statistics.median(found):.2f} ({min(found):.2f}..{max(found):.2f})"
         for found in (layers, whole)
-    ))  # fmt: skip
+    ]
+    all_passes = statistics.median(layers) * at_ceiling
+    table.add_row("all", *spans, f"{all_passes:.1f}")
     console.print(table)
 
 
@@ -267,15 +310,16 @@ def smollm2_rows() -> None:
     for layout in ("S1A23E32", "S1A15E32", "S2A94E128"):
         bench_time(name, model, "moesaic", layout, many, rounds=1)
     bench_time(name, model, "static-repaired", "S3A3E8", many, rounds=1)
-    bench_time(
-        name,
-        model,
-        "moesaic-dynamic",
-        "S1A23E32",
-        many,
-        rounds=1,
-        layer_budgets="uniform",
-    )
+    for settings in ({"layer_budgets": "uniform"}, {}):
+        bench_time(
+            name,
+            model,
+            "moesaic-dynamic",
+            "S1A23E32",
+            many,
+            rounds=1,
+            **settings,
+        )
 
 
 def llama_7b_rows() -> None:
@@ -327,6 +371,14 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, "
         f"{torch.get_num_threads()} threads, Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in names)
+    )
+    speeds = [
+        f"{str(dtype).removeprefix('torch.')} {ceiling(dtype) / 1e9:.0f}"
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    ]
+    console.print(
+        f"one product of 4,096 by 4,096, GFLOPS: {', '.join(speeds)}; "
+        f"memory copied, GB/s: {copied_bytes() / 1e9:.0f}"
     )
     for rows in asked:
         ROWS[rows]()

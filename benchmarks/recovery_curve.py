@@ -7,12 +7,13 @@
         --samples 1024 --rank 8 --alpha 32 --test-tokens 65536 --device cuda [--convert-tuned]
 
 For each number of windows the dense model is trained on them by next tokens, and each converted
-model against that one as its teacher. Ranks differ (RANKS): the dense model trains 39 million
-weights, `moesaic` 45 (32 experts), static pruning by half 30 and by a quarter 35. Perplexity is
-of the end of the training text, which nobody trained on, and with --test-tokens also of the test
-text. --convert-tuned converts that trained dense model, not the one as it came. A row is written to DIR/rows.jsonl as it ends, and the same command goes on with what is
-there. --layouts and --dense-layers (first so many) name one for each sparsity, --rank and --alpha
-are in place of those for all methods but dense. The model is that of `make smollm2`.
+model against that one as its teacher. --convert-tuned converts that trained model, too, and not
+the one as it came. Ranks differ (RANKS): the dense model trains 39 million weights, `moesaic` 45
+(32 experts), static pruning by half 30 and by a quarter 35. Perplexity is of the end of the
+training text, which nobody trained on, and with --test-tokens also of the test text. A row is
+written to DIR/rows.jsonl as it ends, and the same command goes on with what is there. --layouts and
+--dense-layers (first so many) name one for each sparsity, --rank and --alpha are in place of those
+for all methods but dense. The model is that of `make smollm2`.
 """
 
 from __future__ import annotations

@@ -157,6 +157,8 @@ def measure(model, batch, prompt, new):
     if batch == 13:
         print("noise")
         sys.exit("ValueError: no room for 13")
+    if batch == 15:
+        sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
     if batch == 14:
         subprocess.Popen(["sleep", "60"], stdout=1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -195,6 +197,7 @@ def test_answers_are_told_from_noise(noisy: Engine) -> None:
         ("ours", 1, "ours: the engine stopped: no such shard; fetch it$"),
         ("any", 13, "no room for 13"),
         ("any", 14, "lack of memory; take a smaller --batch"),
+        ("any", 15, "CUDA out of memory.*; take a smaller --batch"),
     ],
 )
 def test_an_engine_that_stops_says_why(noisy: Engine, model: str, batch: int, reason: str) -> None:
@@ -342,6 +345,20 @@ def test_a_model_beside_itself(
         assert len(row["seconds"]) == 2
         assert min(row["memory"]) > 2**24
     assert [row["tokens"] for row in rows] == [16, 2, 32, 4]
+
+
+def test_a_batch_that_does_not_fit_leaves_the_rows_before_it(
+    folder: Path, noisy: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, "noisy", noisy)
+    sizes: dict[str, Any] = {"prefill": 16, "decode": 2, "rounds": 1, "engine": "noisy"}
+    result = bench(str(folder), batches=[1, 15], **sizes)
+    assert [row["batch"] for row in result["rows"]] == [1, 1]
+    (why,) = result["skipped"]
+    assert why.startswith("batch 15: ")
+    assert "take a smaller --batch" in why
+    with pytest.raises(MoesaicError, match="take a smaller --batch"):
+        bench(str(folder), batches=[15], **sizes)
 
 
 def test_a_model_that_runs_without_its_kernel_says_so(

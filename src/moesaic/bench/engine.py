@@ -21,6 +21,8 @@ from moesaic.errors import MoesaicError, unknown
 
 HERE = Path(__file__).parent
 STOP_SECONDS = 20
+# How torch and vLLM word a lack of memory, on a GPU, on a CPU, and for keys and values.
+LACKS = ("out of memory", "can't allocate memory", "memory for the cache")
 # vLLM's last error; the reason stands above it.
 ELSEWHERE = "See root cause above"
 
@@ -158,6 +160,8 @@ class Worker:
             why = (
                 f"killed, as the system does for lack of memory; {less_memory}"
             )
+        elif any(lack in why for lack in LACKS):
+            why = f"{why}; {less_memory}"
         raise MoesaicError(f"{self.name}: the engine stopped: {why}")
 
     def _read(self) -> bool:
