@@ -369,9 +369,7 @@ def test_a_model_that_runs_without_its_kernel_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    result = bench(
-        str(converted), prefill=16, decode=2, batches=[1], rounds=1, device="cpu"
-    )
+    result = bench(str(converted), prefill=16, decode=2, batches=[1], rounds=1, device="cpu")
     print_result(result)
     printed = " ".join(capsys.readouterr().out.split())
     assert "note: torch computes in place of moesaic's kernels" in printed

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -138,21 +139,23 @@ def test_a_model_of_the_same_family_is_reported_too(
 
 
 @pytest.mark.parametrize(
-    ("purpose", "words"),
+    ("purpose", "words", "measured"),
     [
-        ("prefill", "routed experts of"),
-        ("decode", "copies of all in 4 bits"),
-        ("batch", "no routing"),
+        ("prefill", "routed experts of", "llama.cpp 1.7 to 5.8"),
+        ("decode", "copies of all in 4 bits", "vLLM 2.4 and 6.0"),
+        ("batch", "no routing", "vLLM 0.80 to 0.88"),
     ],
 )
 def test_a_purpose_chooses_the_method_and_says_what_it_can_gain(
-    run: Run, tmp_path: Path, purpose: str, words: str
+    run: Run, tmp_path: Path, purpose: str, words: str, measured: str
 ) -> None:
     output = tmp_path / "out"
     code, out, _ = run("convert", "demo", "--for", purpose, "--output", output, "--dry-run")
     assert code == 0
     assert words in out
-    first, *_ = out.splitlines()
+    first, second, *_ = out.splitlines()
+    assert second.startswith("time over dense as measured with SmolLM2")
+    assert measured in second
     assert first.startswith("time over dense at best, by counted work: a prompt of 512 ")
     ours = {"prefill": "a prompt of 512 0.", "decode": "one token 0.", "batch": "sequences 0."}
     assert ours[purpose] in first
@@ -184,6 +187,18 @@ def test_dry_run_says_what_it_would_do_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_dry_run_checks_the_place_of_the_output(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("convert", "demo", "--dry-run", "--output")
+    if Path("/proc").is_dir():  # where root too may not write
+        check_error(*run(*given, "/proc/x")[::2], "/proc cannot be written")
+    full = SimpleNamespace(free=1000)
+    monkeypatch.setattr("moesaic.output.draft.shutil.disk_usage", lambda _: full)
+    check_error(*run(*given, tmp_path / "out")[::2], "MB more, the disk has 0.0 MB free")
+    assert not list(tmp_path.iterdir())
+
+
 def parts_of(folder: Path) -> list[Path]:
     """But for the page: the last bit of what it measures moves with where weights lie."""
     return [path for path in folder.iterdir() if path.name != "report.html"]
@@ -205,6 +220,19 @@ def test_a_resumed_run_keeps_the_same_card(
         assert run(*command, "--overwrite")[0] == 9
     assert run(*command, "--overwrite", "--resume")[0] == 0
     assert {path.name: path.read_bytes() for path in parts_of(tmp_path / "out")} == calm
+
+
+def test_where_there_is_nothing_to_resume_it_says_so(
+    run: Run, model: Path, text: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    code, _, error = run(
+        "convert", model, "--output", output, "--calibration", text, *CMOE, "--samples", 2,
+        "--sequence-length", 64, "--resume",
+    )  # fmt: skip
+    assert code == 0
+    line = f"nothing to resume in {output}.partial; starting from the beginning"
+    assert error.splitlines().count(line) == 1
 
 
 def test_method_file(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
@@ -238,7 +266,7 @@ def test_flops_of_llama_2_7b_from_its_config_alone(run: Run, tmp_path: Path) -> 
     LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
     ).save_pretrained(tmp_path)
-    code, printed, _ = run("flops", tmp_path / "config.json", "--layout", "S3A3E8")
+    code, printed, _ = run("flops", tmp_path / "config.json", *CMOE)
     assert code == 0
     total = next(line for line in printed.splitlines() if " total " in line)
     assert "845.7" in total
@@ -358,7 +386,18 @@ def test_flops_of_a_method(run: Run) -> None:
     assert named[0] == 0
 
 
-@pytest.mark.parametrize("option", [["--layout", "S1A5E8"], ["--method", "moesaic"]])
+def test_flops_by_sparsity_counts_methods_without_experts_too(run: Run) -> None:
+    code, printed, _ = run("flops", "demo", "--method", "teal", "--sparsity", "0.5")
+    assert code == 0
+    assert "50% sparse" in printed
+    assert run("flops", "demo") == run("flops", "demo", "--method", "moesaic", "--sparsity", 0.25)
+    given = run("flops", "demo", "--layout", "S1A5E8", "--sparsity", "0.5")
+    check_error(*given[::2], "give one")
+
+
+@pytest.mark.parametrize(
+    "option", [["--layout", "S1A5E8"], ["--method", "moesaic"], ["--sparsity", "0.5"]]
+)
 def test_flops_of_a_converted_model_takes_it_as_it_is(
     run: Run, converted: Path, option: list[str]
 ) -> None:
@@ -547,6 +586,37 @@ def test_damaged_models(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def remove(shard: Path) -> None:
+    shard.unlink()
+
+
+def cut_short(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:100_000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(remove, "No such file or directory"), (cut_short, "is damaged or cut short, fetch")],
+)
+def test_a_damaged_shard_is_named(
+    run: Run, model: Path, text: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    whole = load_model(model)
+    (model / "model.safetensors").unlink()
+    whole.save_pretrained(model, max_shard_size="1MB")
+    shards = sorted(model.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    damage(shards[1])
+    before = sorted(tmp_path.rglob("*"))
+    code, _, error = run(
+        "convert", model, "--output", tmp_path / "out", "--calibration", text,
+        "--sequence-length", 64,
+    )  # fmt: skip
+    check_error(code, error, message)
+    assert shards[1].name in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def check_error(code: int, error: str, message: str) -> None:
     assert code == 2
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
@@ -564,9 +634,18 @@ def check_error(code: int, error: str, message: str) -> None:
         (["--layout", "S1A0E8"], "A >= 1"),
         (["--layout", "S1A1E769"], "768 neurons"),
         (["--method", "cmo"], "did you mean cmoe"),
-        (["--method", "none.yaml"], "none.yaml"),
+        (["--layout", "S3A3E8", "--grain", "huge"], "give one"),
+        (["--grain", "huge"], "unknown grain 'huge'"),
+        (["--grain", "fine", "--method", "teal"], "leave the grain out"),
+        (["--grain", "fine", "--method", "moesaic-neurons"], "leave the grain out"),
+        (["--grain", "fine", "--method", "cmoe"], "leave the grain out"),
+        (["--for", "decode", "--layout", "S3A3E8"], "leave out --layout S3A3E8"),
+        (["--method", "none.yaml"], "no such file: none.yaml"),
+        (["--method", "none.py"], "no such file: none.py"),
+        (["--calibration", "demo", "--calibration", "demo"], "names demo twice"),
         (["--device", "cpux"], "did you mean cpu"),
         (["--device", "cuda:99"], "not usable here"),
+        (["--device", "mps"], "not usable here: it is not in this build of torch; take"),
         (["--dtype", "float3"], "did you mean float32"),
         (["--samples", "0"], "at least 1"),
         (["--samples", "99999999999999999999999"], "fewer --samples"),
@@ -595,7 +674,7 @@ def test_bad_options(
     [
         ("empty.txt", b"", "holds no text"),
         ("blank.txt", b" \n\n", "holds no text"),
-        ("short.txt", b"def f(): pass", "two that share none need 1024"),
+        ("short.txt", b"def f(): pass", "at least 1,024 (two windows of 512)"),
         ("latin.txt", b"\xff\xfe\xfa", "text is read as UTF-8, so convert it first"),
         ("body.jsonl", b'{"body": "x"}\n', "line 1 has no field 'text'; it has body"),
         ("broken.jsonl", b'{"text": "abc"}\n\n{broken', "line 3 is not JSON"),
@@ -725,7 +804,7 @@ def report(**facts: object) -> SimpleNamespace:
         "layout": "S1A21E32",
         "tokens": 131_072,
         "active_ffn_fraction": 0.75,
-        "layers": [SimpleNamespace(experts=[]) for _ in range(2)],
+        "layers": [SimpleNamespace(experts=[], repair=None) for _ in range(2)],
     }
     return SimpleNamespace(**(usual | facts))
 
@@ -760,6 +839,13 @@ def test_advice_follows_from_the_facts_of_a_report() -> None:
     neurons = advice(method={"name": "moesaic-neurons"})
     assert "--method" not in neurons
     assert "--method moesaic" in advice(method={"name": "cmoe"})
+    assert "a method that repairs its outputs: --method moesaic" in advice(method={"name": "flap"})
+    repaired = [SimpleNamespace(experts=[], repair="ridge 1e-3")] * 2
+    static = advice(method={"name": "static-repaired"}, layers=repaired)
+    assert "experts chosen for each token: --method moesaic" in static
+    assert "repairs its outputs" not in static
+    assert "moesaic-dynamic" in advice(active_ffn_fraction=0.6)
+    assert "moesaic-dynamic" not in advice(active_ffn_fraction=0.5)
     assert "finetune" not in advice(method={"name": "oracle"})
     assert "finetune" in advice(method={"name": "griffin"})
     for name in ("teal", "wina", "sleb", "slicegpt"):  # these are refused there
@@ -823,10 +909,24 @@ def tampered(moe: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["convert"], ["convert", "demo", "--seed", "abc"], ["nonsense"], ["flops", "-x"]]
+    ("arguments", "where"),
+    [
+        (["convert"], "moesaic convert --help"),
+        (["convert", "demo", "--seed", "abc"], "moesaic convert --help"),
+        (["nonsense"], "moesaic --help"),
+        (["flops", "-x"], "moesaic flops --help"),
+    ],
 )
-def test_wrong_usage_is_one_line(run: Run, arguments: list[str]) -> None:
-    check_error(*run(*arguments)[::2], "(see moesaic --help)")
+def test_wrong_usage_is_one_line(run: Run, arguments: list[str], where: str) -> None:
+    check_error(*run(*arguments)[::2], f"(see {where})")
+
+
+def test_an_example_of_numbers_fits_the_option(run: Run) -> None:
+    check_error(
+        *run("bench", "demo", "--batch", "a")[::2], "--batch 'a': give whole numbers such as 1,16"
+    )
+    asked = run("eval", "demo", "--tasks", "piqa", "--self-consistency", "a")
+    check_error(*asked[::2], "give whole numbers such as 1,3,5")
 
 
 def test_no_arguments_show_the_help(run: Run) -> None:

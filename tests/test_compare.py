@@ -170,7 +170,7 @@ def test_work_that_was_missed_is_told() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"seeds": 0}, "at least 1"),
+        ({"seeds": 0}, "seeds 0: at least 1 seed is needed"),
         ({"max_tokens": 1}, "2 tokens"),
         ({"sparsity": ()}, "1 sparsity"),
         ({"sparsity": (1.5,)}, "outside"),

@@ -477,7 +477,7 @@ def test_static_keeps_the_best_neurons_without_a_router() -> None:
         ({"calibration": tokens(2, 65)}, "exceed 64, the context"),
         ({"seed": 1.5}, "whole numbers"),
         ({"layout": 3}, "not of the form"),
-        ({"calibration": torch.arange(3, 20)}, "has 17 tokens, two that share none need 128"),
+        ({"calibration": torch.arange(3, 20)}, "too short: 17 tokens, at least 128"),
         ({"device": "cpu"}, "keeps its dtype and device"),
         ({"seed": -1}, "outside 0"),
         ({"samples": 10**8}, "take fewer --samples"),

@@ -119,10 +119,14 @@ def test_the_command(
 ) -> None:
     folder = converted_folder("llama", tmp_path / "ours", "static")
     words = ["export", str(folder), "--format", "dense", "--output", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["moesaic", *words])
+    monkeypatch.setattr(sys, "argv", ["moesaic", *words, "--verify", "demo"])
     with pytest.raises(SystemExit) as stop:
         main()
     assert not stop.value.code
-    said = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr()
+    said = " ".join(printed.out.split())
+    assert "logits differ by" in said
+    assert "other experts" not in said
+    assert "choosing the scale" not in printed.err
     assert "(llama), which needs no moesaic" in said
     assert "gate error" not in said

@@ -663,9 +663,13 @@ def wrong(folder: Path, tmp_path: Path) -> dict[str, list[object]]:
     damaged = tmp_path / "damaged"
     shutil.copytree(folder, damaged)
     (damaged / "moesaic_report.json").write_text('{"layers": 3}')
+    exported = tmp_path / "exported"
+    shutil.copytree(demo_path(), exported)
+    (exported / "moesaic_export.json").write_text("{}")
     page = tmp_path / "page.html"
     return {
         "was not converted by moesaic": ["demo"],
+        "inspect the model that it was made from": [exported],
         "no such model folder": [tmp_path / "nothing"],
         "holds no text": [folder, "--text", tmp_path / "empty.txt", "--html", page],
         "no such text": [folder, "--text", "nowhere.txt", "--html", page],

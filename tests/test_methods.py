@@ -117,6 +117,14 @@ def test_references_save_nothing_and_run_nowhere() -> None:
     assert [name for name, row in METHODS.items() if row.runs is None] == no_models
 
 
+def test_only_what_stays_a_model_of_its_family_runs_in_stock_engines_as_it_is() -> None:
+    """slicegpt puts matrices on shortcuts, which no family has."""
+    assert "with our architecture" in (METHODS["slicegpt"].runs or "")
+    anywhere = [name for name, row in METHODS.items() if "llama.cpp" in (row.runs or "")]
+    at_once = [name for name in anywhere if "export" not in (METHODS[name].runs or "")]
+    assert at_once == ["sleb"]
+
+
 def test_the_exportable_method_is_top_k_with_a_linear_router_and_no_intercept() -> None:
     """What stock architectures can hold."""
     assert router_of("moesaic") == RouterConfig("linear", "topk")
@@ -298,7 +306,7 @@ def test_choices_that_contradict_each_other(settings: dict[str, Any], message: s
 @pytest.mark.parametrize("text", ["", "cmoe", "- method: cmoe", "3", "base: cmoe",
                                   "method: [cmoe]", "method: 3", "kmeans_rounds: 3"])  # fmt: skip
 def test_a_file_that_is_no_mapping_with_a_method(tmp_path: Path, text: str) -> None:
-    with pytest.raises(MoesaicError, match=r"mine\.yaml: expected a mapping such as 'method"):
+    with pytest.raises(MoesaicError, match=r"mine\.yaml: it names no method; .* 'method: flap'"):
         load_method(write(tmp_path, text))
 
 

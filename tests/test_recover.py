@@ -157,6 +157,53 @@ def test_a_killed_run_goes_on_where_it_was(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
+def test_the_dense_model_can_be_trained_first(dense: Path, tmp_path: Path) -> None:
+    """What is converted and imitated is the trained one, and the folder says so."""
+    output = tmp_path / "out"
+    plain_model, plain = recovered(dense, tmp_path / "plain")
+    model, report = recovered(dense, output, tune_dense=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain"]
+    recovery = report.recovery
+    assert recovery["teacher_tuned"]
+    assert recovery["teacher_perplexity_before"] == pytest.approx(plain.dense_perplexity)
+    assert recovery["teacher_perplexity"] < recovery["teacher_perplexity_before"]
+    assert report.dense_perplexity == pytest.approx(recovery["teacher_perplexity"], rel=1e-4)
+    assert report.perplexity < plain.perplexity
+    assert recovery["distill"] == report.model == str(dense)
+    assert model.config.moesaic.base_model == plain_model.config.moesaic.base_model
+    assert model.config.moesaic.finetune["teacher_tuned"]
+    card = (output / "README.md").read_text("utf-8")
+    for words in ("Dense model, as it came", "Dense model, tuned likewise", "tune_dense=True"):
+        assert words in card, words
+    for name in ("moesaic_report.json", "moesaic_finetune.json", "config.json", "README.md"):
+        assert ".partial" not in (output / name).read_text("utf-8"), name
+
+
+@pytest.mark.parametrize("part", ["dense", "student"])
+def test_a_run_that_was_killed_in_either_training_goes_on(
+    part: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = recovered(dense, tmp_path / "whole", command="x", tune_dense=True)
+    step = RecoveryTrainer.training_step
+
+    def die_in_step(self: Any, *arguments: Any) -> Any:
+        is_student = self.teacher is not None
+        if self.state.global_step == 5 and is_student == (part == "student"):
+            raise Killed
+        return step(self, *arguments)
+
+    monkeypatch.setattr(RecoveryTrainer, "training_step", die_in_step)
+    with pytest.raises(Killed):
+        recovered(dense, tmp_path / "out", command="x", tune_dense=True)
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(MoesaicError, match="was started with tune_dense = True"):
+        recovered(dense, tmp_path / "out", command="x", resume=True)
+    again, _ = recovered(dense, tmp_path / "out", command="x", resume=True, tune_dense=True)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
 def test_a_failed_training_keeps_the_conversion(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +217,7 @@ def test_a_failed_training_keeps_the_conversion(
 
 
 BAD = [
+    ({"recover": None, "tune_dense": True}, "tune_dense trains on the tokens of recover"),
     ({"recover": 0}, "recover 0: a whole number of tokens is needed"),
     ({"recover": -5}, "recover -5: a whole number of tokens is needed"),
     ({"recover": 63}, "recover 63: one window is 64 tokens"),
@@ -243,8 +291,10 @@ def test_the_command_prints_what_each_half_changed(
         assert code == 2
         assert err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
-    code, out, err = run(*common, 640)
+    code, out, err = run(*common, 640, "--resume")
     assert code == 0
+    assert err.count("nothing to resume") == 1
+    assert f"nothing to resume in {tmp_path / 'out'}.partial;" in err
     assert "training on 640 tokens in 10 steps: about under a minute" in err
     assert "training, windows: 0 of 10" in err
     assert "recovered on 640 tokens in" in out

@@ -24,7 +24,7 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate import work
 from moesaic.evaluate.work import Macs, count_macs, meta_model
 from moesaic.layout import Layout
-from tests.families import tokens
+from tests.families import tiny_model, tokens
 from tests.mixtures import tiny_mixture
 
 TINY: dict[str, Any] = {
@@ -332,6 +332,11 @@ def test_mixture_layers_that_stay_count_in_whole(kept: tuple[int, ...], fraction
     plan = plan_of(config, "cmoe", "S2A3E8", kept)
     assert plan.macs.ffn == pytest.approx(fraction * plan.dense_macs.ffn)
     assert plan.macs.active_ffn_fraction == pytest.approx(fraction)
+
+
+def test_the_active_share_of_a_mixture_that_is_not_ours_is_not_known() -> None:
+    assert work.active_ffn_fraction_of(tiny_mixture("qwen3_moe")) is None
+    assert work.active_ffn_fraction_of(tiny_model("llama")) == 1
 
 
 def test_linear_attention_has_no_scores() -> None:

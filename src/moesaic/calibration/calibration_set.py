@@ -89,12 +89,15 @@ class CalibrationSet:
             heldout_tokens = max(tokens // HELD_OUT, length)
         fit_tokens = tokens - heldout_tokens
         if fit_tokens < length:
-            needed = f"one sample needs {length}"
-            if samples != 1:
-                needed = f"two that share none need {min(samples, 2) * length}"
+            windows = "one window"
+            needed = length
+            if samples > 1:
+                windows = "two windows"
+                needed = 2 * length
             raise MoesaicError(
-                f"the calibration text has {tokens} tokens, {needed}; "
-                "give a longer text or a smaller --sequence-length"
+                f"the calibration text is too short: {tokens:,} tokens, at least "
+                f"{needed:,} ({windows} of {length}) are needed; give a longer text or a "
+                "smaller --sequence-length"
             )
 
         generator = torch.Generator().manual_seed(seed)

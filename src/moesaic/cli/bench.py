@@ -73,7 +73,7 @@ def bench_command(
     each in a process of its own.
     """
     check_json_file(json_file)
-    batches = numbers("--batch", batch) or []
+    batches = numbers("--batch", batch, "1,16") or []
     quieten()
     # Engines start processes of their own, which are to end with this one.
     signal.signal(signal.SIGTERM, _stop)

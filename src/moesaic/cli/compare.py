@@ -62,7 +62,7 @@ def compare_command(
         str | None,
         typer.Option(help="One SxAyEz for all methods, instead of sparsities."),
     ] = None,
-    grain: Grain = "medium",
+    grain: Grain = None,
     calibration: Annotated[
         list[str] | None,
         typer.Option(
@@ -148,7 +148,7 @@ def compare_command(
             ffn_bytes=bytes_shares,
             ffn_macs=macs_shares,
             layout=layout,
-            grain=grain,
+            grain=grain or "medium",
             calibration=calibration or [default_calibration],
             text=text,
             seeds=seeds,

@@ -87,7 +87,7 @@ def convert_command(
             "1.03 allows 3 % more."
         ),
     ] = None,
-    grain: Grain = "medium",
+    grain: Grain = None,
     calibration: Annotated[
         list[str] | None,
         typer.Option(
@@ -133,6 +133,14 @@ def convert_command(
             "model: 50000 is a start. [default: no training]"
         ),
     ] = None,
+    tune_dense: Annotated[
+        bool,
+        typer.Option(
+            "--tune-dense",
+            help="With --recover: train the dense model on these tokens first, and "
+            "convert that one. Loses less, where the text itself teaches it something.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check everything and write nothing."),
@@ -141,6 +149,11 @@ def convert_command(
 ) -> None:
     """Convert a dense model into a Mixture-of-Experts and save it."""
     usual = "moesaic" if purpose is None else method_for(purpose)
+    if purpose is not None and recipe is None and layout is not None:
+        raise MoesaicError(
+            f"--for {purpose} chooses the layout too (of {usual}); leave out --layout "
+            f"{layout}, or name a --method"
+        )
     default_source = "demo" if model == "demo" else "wikitext2"
     sources = calibration or [default_source]
     source = calibration_of(sources)
@@ -150,7 +163,7 @@ def convert_command(
         "layout": layout,
         "calibration": source,
         "sparsity": sparsity,
-        "grain": grain,
+        "grain": grain or "medium",
         "output": output,
         "samples": samples,
         "sequence_length": sequence_length,
@@ -162,6 +175,7 @@ def convert_command(
         "min_tokens": min_tokens,
         "dense_layers": numbers("--dense-layers", dense_layers) or (),
         "recover": recover,
+        "tune_dense": tune_dense,
     }
     choices["settings"] = parse_settings(settings or [])
     quieten()
@@ -169,12 +183,23 @@ def convert_command(
 
     choose_device(device)
     choose_dtype(dtype)
+    if grain is not None:
+        _check_grain(choices, grain)
     if target_ratio is None:
         _tell_time(choices, purpose, dtype)
     if dry_run:
         _dry_run(choices, target_ratio, dtype)
     else:
         _convert(choices, target_ratio, device, dtype)
+
+
+def _check_grain(choices: dict[str, Any], grain: str) -> None:
+    """Refuses a --grain that would change nothing."""
+    from moesaic.conversion.options import check_grain
+    from moesaic.methods.load import load_method
+
+    method = load_method(choices["recipe"], choices["settings"])
+    check_grain(grain, choices["layout"], method)
 
 
 def _tell_time(
@@ -185,7 +210,9 @@ def _tell_time(
     from moesaic.conversion.prepare import planned
 
     options = {
-        name: value for name, value in choices.items() if name != "recover"
+        name: value
+        for name, value in choices.items()
+        if name not in {"recover", "tune_dense"}
     }
     plan = planned(make_options(**options, dtype=dtype))
     for line in time_lines(plan, purpose):
@@ -196,12 +223,13 @@ def calibration_of(sources: list[str]) -> str | dict[str, str]:
     """One text, or several by name. Raises MoesaicError for one that comes twice."""
     if len(sources) == 1:
         return sources[0]
-    by_name = {source: source for source in sources}
-    if len(by_name) < len(sources):
-        raise MoesaicError(
-            f"--calibration names {len(by_name)} texts {len(sources)} times; name each "
-            "once"
-        )
+    by_name: dict[str, str] = {}
+    for source in sources:
+        if source in by_name:
+            raise MoesaicError(
+                f"--calibration names {source} twice; name each text once"
+            )
+        by_name[source] = source
     return by_name
 
 

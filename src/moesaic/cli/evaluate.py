@@ -158,6 +158,7 @@ def evaluate_command(
     if tasks is not None:
         from moesaic.evaluate.tasks import evaluate_tasks
 
+        votes = numbers("--self-consistency", self_consistency, "1,3,5")
         result = evaluate_tasks(
             model,
             [name.strip() for name in tasks.split(",") if name.strip()],
@@ -167,8 +168,7 @@ def evaluate_command(
             batch_size=_batch_size(batch_size),
             task_data=task_data,
             allow_code_execution=allow_code_execution,
-            self_consistency=numbers("--self-consistency", self_consistency)
-            or [],
+            self_consistency=votes or [],
             seed=seed or 0,
             device=compute,
             dtype=dtype,
@@ -259,10 +259,15 @@ def _print(result: dict[str, Any]) -> None:
                 *folded(row["model"], source),
                 f"{value:.4f}",
                 f"{row['tokens'][source]}",
-                f"{row['active_ffn_fraction']:.1%}",
+                _share(row["active_ffn_fraction"]),
             )
     out.print(table)
     for source, ratio in result.get("ratio", {}).items():
         out.print(
             f"ratio on {source}: {ratio:.4f} (perplexity over the dense model's)"
         )
+
+
+def _share(fraction: float | None) -> str:
+    """In percent; a dash where it is not known."""
+    return "-" if fraction is None else f"{fraction:.1%}"

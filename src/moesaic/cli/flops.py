@@ -11,8 +11,7 @@ from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import bytes_lines, macs_table
 from moesaic.errors import MoesaicError
 
-LAYOUT = "S3A3E8"
-METHOD = "cmoe"
+METHOD = "moesaic"
 
 
 def flops_command(
@@ -25,8 +24,14 @@ def flops_command(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="SxAyEz: x shared experts, y routed ones for each token, z in all. "
-            f"[default: {LAYOUT}]"
+            help="SxAyEz: x shared experts, y routed ones for each token, z in all."
+        ),
+    ] = None,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the FFN neurons that a token skips. "
+            "[default: 0.25 without --layout]"
         ),
     ] = None,
     tokens: Annotated[
@@ -58,7 +63,12 @@ def flops_command(
 
     config = load_config(model, trust_remote_code)
     if is_converted(config):
-        for option, value in {"--layout": layout, "--method": recipe}.items():
+        given = {
+            "--layout": layout,
+            "--sparsity": sparsity,
+            "--method": recipe,
+        }
+        for option, value in given.items():
             if value is not None:
                 raise MoesaicError(
                     f"{model} is converted already, as {config.moesaic.layout}: leave "
@@ -69,15 +79,16 @@ def flops_command(
         macs_table(f"{model}, {config.moesaic.layout}", None, converted, tokens)
         bytes_lines(None, count_bytes(skeleton))
         return
-    layout = layout or LAYOUT
     method = load_method(recipe or METHOD)
     if not method.saves:
         raise MoesaicError(
             f"method {method.name!r} is a reference that computes every neuron; "
             "choose another --method"
         )
-    plan = make_plan(config, model, method, make_budget(layout))
+    budget = make_budget(layout, sparsity)
+    plan = make_plan(config, model, method, budget)
     dense = count_macs(meta_model(config), tokens)
     converted = count_macs(meta_model(plan.config), tokens)
-    macs_table(f"{model}, {layout}: {plan.words}", dense, converted, tokens)
+    title = f"{model}, {plan.label}: {plan.words}"
+    macs_table(title, dense, converted, tokens)
     bytes_lines(plan.dense_bytes, plan.bytes)

@@ -84,7 +84,7 @@ def main() -> None:
     except (MoesaicError, OSError) as error:
         code = _refuse(" ".join(str(error).split()))
     except TyperException as error:
-        code = _refuse(f"{error.format_message()} (see moesaic --help)")
+        code = _refuse(f"{error.format_message()} (see {_help_of(error)})")
     except LostError as error:
         code = _refuse(f"{error}{_how_to_go_on()}", first_speaks=False)
     except RuntimeError as error:
@@ -106,6 +106,14 @@ def _refuse(message: str, first_speaks: bool = True) -> int:
         time.sleep(TO_BE_ENDED)
     err.print(f"error: {message}", highlight=False)
     return 2
+
+
+def _help_of(error: TyperException) -> str:
+    """What to type for the help of the command that was misused."""
+    context = getattr(error, "ctx", None)
+    if context is None or context.parent is None:
+        return "moesaic --help"
+    return f"moesaic {context.info_name} --help"
 
 
 def _gpu_is_full(error: RuntimeError) -> bool:

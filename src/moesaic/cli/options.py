@@ -30,10 +30,10 @@ Device = Annotated[
     typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1 and so on."),
 ]
 Grain = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="How many experts: coarse, medium or fine, at most 16, 32 or 128. "
-        "Finer is slower and more accurate."
+        "Finer is slower and more accurate. [default: medium]"
     ),
 ]
 Dtype = Annotated[
@@ -74,14 +74,16 @@ Resume = Annotated[
 ]
 
 
-def numbers(option: str, text: str | None) -> list[int] | None:
+def numbers(
+    option: str, text: str | None, example: str = "0,3,7"
+) -> list[int] | None:
     """Whole numbers between commas; raises MoesaicError for anything else."""
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(_is_whole_number(word) for word in words):
         raise MoesaicError(
-            f"{option} {text!r}: give whole numbers such as 0,3,7"
+            f"{option} {text!r}: give whole numbers such as {example}"
         )
     return [int(word) for word in words]
 

@@ -302,6 +302,13 @@ def _print_recovery(report: ConversionReport, recovery: dict[str, Any]) -> None:
         f"perplexity: dense {dense:.3f} -> converted {report.perplexity:.3f} (ratio "
         f"{lost:.3f}) -> recovered {written:.3f} (ratio {left:.3f})"
     )
+    came = recovery.get("teacher_perplexity_before")
+    if came is not None:
+        out.print(
+            f"the dense model came with {came:.3f}; the one above was trained on the "
+            "same tokens, and converted then"
+        )
+        return
     out.print(
         "the dense model has not trained on this text, and would gain by it too"
     )

@@ -80,11 +80,15 @@ class CompareOptions:
             raise MoesaicError(
                 f"calibration texts {listed!r}: at least one is needed, each once"
             )
-        if self.seeds < 1 or self.max_tokens < 2 or not self.goals:
-            sparsities = list(self.sparsities)
+        if self.seeds < 1:
+            raise MoesaicError(f"seeds {self.seeds}: at least 1 seed is needed")
+        if self.max_tokens < 2:
             raise MoesaicError(
-                f"seeds {self.seeds}, max tokens {self.max_tokens}, sparsities "
-                f"{sparsities}: at least 1 seed, 2 tokens and 1 sparsity are needed"
+                f"max tokens {self.max_tokens}: at least 2 tokens are needed"
+            )
+        if not self.goals:
+            raise MoesaicError(
+                "sparsities []: at least 1 sparsity is needed, as 0.25"
             )
         if self.layout is not None and len(self.goals) > 1:
             raise MoesaicError(

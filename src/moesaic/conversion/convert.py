@@ -269,7 +269,10 @@ class _Conversion:
         if not self.share.is_first:
             return nullcontext()
         identity = self.identity()
-        return drafts.open_draft(output, identity, self.options.resume)
+        options = self.options
+        return drafts.open_draft(
+            output, identity, options.resume, options.progress
+        )
 
     def _share_budgets(self, draft: Path | None) -> None:
         """Budgets of layers: those that an earlier run came to, if it did."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.errors import MoesaicError
 from moesaic.layout import Layout
-from moesaic.methods.base import Budget, Method
+from moesaic.methods.base import Budget, FFNMethod, Method
 from moesaic.methods.load import load_method
 
 
@@ -102,6 +102,25 @@ def make_options(
         output=folder,
         **others,
     )
+
+
+def check_grain(grain: str, layout: Any, method: Method) -> None:
+    """Raises MoesaicError for a grain that was given and would change nothing."""
+    if layout is not None:
+        raise MoesaicError(
+            f"grain {grain} and layout {layout}: give one, the layout says how many "
+            "experts there are"
+        )
+    takes_grain = (
+        isinstance(method, FFNMethod)
+        and method.takes_grain
+        and method.experts is None
+    )
+    if not takes_grain:
+        raise MoesaicError(
+            f"grain {grain}: method {method.name!r} does not choose how many experts "
+            "there are; leave the grain out, or take another method"
+        )
 
 
 def make_budget(

@@ -7,9 +7,10 @@ from typing import Any
 
 from moesaic.conversion.layer_error import LayerReport
 
-# In a model's folder: what its conversion did, and what a training after it did.
+# In a model's folder: what its conversion did, what a training after it did, and an export.
 CONVERSION_FILE = "moesaic_report.json"
 RECOVERY_FILE = "moesaic_finetune.json"
+EXPORT_FILE = "moesaic_export.json"
 
 # Kinds of what pages and tables compute with.
 NUMBER = (int, float)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moesaic.calibration.text import to_ids
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
-from moesaic.evaluate.work import active_ffn_fraction
+from moesaic.evaluate.work import active_ffn_fraction_of
 from moesaic.families.load import (
     base_model_of,
     load_config,
@@ -35,9 +35,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Perplexity on every SOURCE of `text`.
 
-    Gives model, perplexity and tokens by source, and active_ffn_fraction. With
-    `against` also the dense model's, under that key, and `ratio`. The default text is
-    the demo's for what came from the demo model, else wikitext2.
+    Gives model, perplexity and tokens by source, and active_ffn_fraction (None for a
+    mixture that is not ours). With `against` also the dense model's, under that key,
+    and `ratio`. The default text is the demo's for what came from the demo model, else
+    wikitext2.
     `progress(name, tokens)` returns what is told of each batch. Raises MoesaicError for
     bad input, and where the two models cut a text into different tokens. Costs one
     forward pass over the text per model.
@@ -89,7 +90,7 @@ def evaluate(
             "model": name,
             "perplexity": values,
             "tokens": predicted,
-            "active_ffn_fraction": active_ffn_fraction(loaded.config),
+            "active_ffn_fraction": active_ffn_fraction_of(loaded),
         }
         rows.append(row)
         del loaded

@@ -25,7 +25,7 @@ from moesaic.errors import MoesaicError, unknown
 from moesaic.evaluate.code_execution import check_can_run
 from moesaic.evaluate.self_consistency import Voting
 from moesaic.evaluate.task_data import check_files
-from moesaic.evaluate.work import active_ffn_fraction
+from moesaic.evaluate.work import active_ffn_fraction_of
 from moesaic.families.load import (
     context_of,
     load_config,
@@ -133,7 +133,7 @@ def evaluate_tasks(
             scores.append(scores_by_task)
             about = {
                 "model": name,
-                "active_ffn_fraction": active_ffn_fraction(loaded.config),
+                "active_ffn_fraction": active_ffn_fraction_of(loaded),
                 "dtype": str(loaded.dtype).removeprefix("torch."),
                 "context": contexts[name],
             }

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, FFNs, Mixtures, find_ffns
 from moesaic.families.load import why_not_made
+from moesaic.families.mixture import experts_of
 from moesaic.modeling import (
     MoEConfig,
     MoesaicProjection,
@@ -307,6 +308,16 @@ def active_ffn_fraction(config: Any) -> float:
     active_neurons = converted * active + kept * total
     all_neurons = (converted + kept) * total
     return active_neurons / all_neurons
+
+
+def active_ffn_fraction_of(model: Any) -> float | None:
+    """The same of a loaded model; None for a mixture that moesaic did not convert.
+
+    An export is one: which of its neurons a token computes only its family knows.
+    """
+    if not is_converted(model.config) and experts_of(model) is not None:
+        return None
+    return active_ffn_fraction(model.config)
 
 
 def _layers_kept(config: Any) -> int:

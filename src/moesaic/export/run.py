@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moesaic.calibration.text import to_ids
+from moesaic.conversion.report import EXPORT_FILE
 from moesaic.errors import MoesaicError, unknown
 from moesaic.export import gguf_file
 from moesaic.export.fits import (
@@ -162,7 +163,8 @@ def run_export(
     loaded, dtype = _load(options)
     trained = trained_parts(loaded.state_dict().items())
     _check_format(options, config, tokenizer, trained)
-    progress("choosing the scale of the scores")
+    if config.moesaic.router is not None:
+        progress("choosing the scale of the scores")
     probe_ids = ids[:PROBE_TOKENS]
     widened = partial(widened_products, loaded.dtype, loaded.device)
     with widened():
@@ -355,5 +357,5 @@ def _write_card(
     values = {"moesaic": config.moesaic.to_dict()} | report.to_dict()
     del values["output"]  # a path of this machine
     text = json.dumps(values, indent=2)
-    report_path = part / "moesaic_export.json"
+    report_path = part / EXPORT_FILE
     report_path.write_text(text + "\n", "utf-8")

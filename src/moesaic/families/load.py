@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -101,7 +101,12 @@ def choose_device(device: str | torch.device) -> torch.device:
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (AssertionError, NotImplementedError) as error:
+        raise MoesaicError(
+            f"device {name!r} is not usable here: it is not in this build of torch; take "
+            "auto or cpu"
+        ) from error
+    except RuntimeError as error:
         raise MoesaicError(
             f"device {name!r} is not usable here ({first_line(error)}); take auto or cpu"
         ) from error
@@ -444,12 +449,27 @@ def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
             f"{model}: no such folder, and the hub has no such model or cannot be reached ({line})"
         )
     if isinstance(error, SafetensorError):
-        line += (
-            "; a file of weights is damaged or cut short, fetch the model again"
+        file = _damaged_file(Path(model))
+        line += f"; {file} is damaged or cut short, fetch the model again"
+    elif is_gguf(Path(model)) and "not supported" in line:
+        line = (
+            f"{line.rstrip('.')}; exports in GGUF run in llama.cpp, evaluate the folder that "
+            "it was made from"
         )
     elif isinstance(error, FileNotFoundError) or "valid JSON" in line:
         line += "; the folder is not whole, fetch the model again"
     return MoesaicError(f"cannot load {model}: {line}")
+
+
+def _damaged_file(folder: Path) -> str:
+    """The first file of weights whose header does not fit it."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                continue
+        except (OSError, SafetensorError):
+            return path.name
+    return "a file of weights"
 
 
 def source_of(model: Any) -> str | None:

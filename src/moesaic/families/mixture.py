@@ -99,7 +99,10 @@ class Mixtures(FFNs):
 
 
 def experts_of(layer: nn.Module) -> str | None:
-    """Path of a layer's module of routed experts, or None in a dense layer."""
+    """Path of the module of routed experts in a layer, or None in a dense one.
+
+    In a whole model it is that of the first layer with experts.
+    """
     for path, _ in layer.named_modules():
         name = path.split(".")[-1]
         if name == "experts":

@@ -12,9 +12,11 @@ from moesaic.conversion.convert import check_conversion, convert_prepared
 from moesaic.conversion.options import make_options
 from moesaic.conversion.prepare import Prepared, source_name
 from moesaic.conversion.report import ConversionReport
+from moesaic.errors import MoesaicError
 from moesaic.inspection.beside import draw_beside
 from moesaic.layout import Layout
 from moesaic.methods.base import Method
+from moesaic.output.draft import check_space
 
 
 def convert(
@@ -41,6 +43,7 @@ def convert(
     min_tokens: int | None = None,
     dense_layers: Sequence[int] = (),
     recover: int | None = None,
+    tune_dense: bool = False,
     command: str | None = None,
     progress: bool = False,
 ) -> tuple[Any, ConversionReport]:
@@ -67,7 +70,9 @@ def convert(
 
     `recover` trains the converted model on so many tokens of the same text, as
     `moesaic.finetune` would, to imitate the dense model. It needs an `output` and a
-    model that is no object in memory. The report's `recovery` says what it gained.
+    model that is no object in memory. The report's `recovery` says what it gained. With
+    `tune_dense` the dense model is first trained on the same tokens by next-token loss,
+    and that one is converted and imitated: `report.dense_perplexity` is its, then.
 
     Returns the converted model and its report. Raises MoesaicError for any bad input
     and leaves nothing on the disk then. Time: the layers take two (cmoe) to four and a
@@ -76,9 +81,10 @@ def convert(
     more, the inputs of one layer and its FFN for all tokens, and what a method's
     statistics take (docs/architecture.md). Under torchrun or accelerate launch all
     processes must make the same call: they share the calibration windows, and the
-    first one writes. `recover` costs about four forward passes
-    for each of its tokens, and then holds the converted model and the dense one.
+    first one writes. `recover` costs about four forward passes for each of its tokens,
+    and then holds the converted model and the dense one; `tune_dense` three passes more.
     """
+    check_tune_dense(tune_dense, recover)
     options = make_options(
         model,
         recipe,
@@ -112,10 +118,18 @@ def convert(
         # Training takes long to import.
         from moesaic.finetune.recover import convert_and_recover
 
-        converted, report = convert_and_recover(prepared, recover)
+        converted, report = convert_and_recover(prepared, recover, tune_dense)
     report.seconds = time.perf_counter() - started
     _draw_page(prepared, converted)
     return converted, report
+
+
+def check_tune_dense(tune_dense: bool, recover: int | None) -> None:
+    if tune_dense and recover is None:
+        raise MoesaicError(
+            "tune_dense trains on the tokens of recover; say how many, as recover "
+            "50000"
+        )
 
 
 def _draw_page(prepared: Prepared, converted: Any) -> None:
@@ -147,13 +161,25 @@ def dry_run(
     calibration: Any,
     *,
     recover: int | None = None,
+    tune_dense: bool = False,
     **others: Any,
 ) -> Prepared:
     """Checks all that `convert` is given, and writes nothing."""
+    check_tune_dense(tune_dense, recover)
     options = make_options(model, recipe, layout, calibration, **others)
     prepared = check_conversion(options)
+    _check_space(prepared)
     if recover is not None:
         from moesaic.finetune.recover import check_recovery
 
         check_recovery(prepared, recover)
     return prepared
+
+
+def _check_space(prepared: Prepared) -> None:
+    """Raises MoesaicError where the disk has no room for the usual plan's model."""
+    output = prepared.options.output
+    plan = prepared.plans[0]
+    dtype = plan.dense_config.dtype
+    if output is not None and dtype is not None:
+        check_space(output, plan.stored_bytes(dtype))

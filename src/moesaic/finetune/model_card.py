@@ -66,6 +66,9 @@ def _perplexity_rows(report: FinetuneReport) -> list[Row]:
         ("Perplexity before", _shown(report.perplexity_before)),
         ("Perplexity after", _shown(report.perplexity)),
     ]
+    if report.teacher_perplexity_before is not None:
+        before = _shown(report.teacher_perplexity_before)
+        rows.append(("Dense model, as it came", before))
     if report.teacher_perplexity is not None:
         rows.append(
             ("Dense model, tuned likewise", _shown(report.teacher_perplexity))

@@ -43,6 +43,21 @@ TEACHER_ADVICE = (
 
 
 @dataclass(frozen=True)
+class TunedDense:
+    """A dense model after training, as a folder, and the name of the one that it was.
+
+    Perplexities, before the training and after it, are on held-out text; None where
+    nothing was held out.
+    """
+
+    folder: str
+    name: str
+    perplexity_before: float | None
+    perplexity: float | None
+    trained_weights: int
+
+
+@dataclass(frozen=True)
 class TrainingText:
     """The text of a fine-tuning, and what its model is measured on.
 
@@ -63,7 +78,7 @@ class TrainingInput:
     """A fine-tuning's input, checked and read, all but the weights.
 
     `teacher` is the name or path of the dense model to imitate, None where there is
-    none.
+    none. `tuned` says of it that it was trained on the same windows before.
     """
 
     options: FinetuneOptions
@@ -71,10 +86,13 @@ class TrainingInput:
     text: TrainingText
     windows_NL: Tensor
     teacher: str | None
+    tuned: TunedDense | None = None
 
 
 def prepare(
-    options: FinetuneOptions, text: TrainingText | None = None
+    options: FinetuneOptions,
+    text: TrainingText | None = None,
+    tuned: TunedDense | None = None,
 ) -> TrainingInput:
     """Checks all of a fine-tuning's input and reads its text, unless it is given.
 
@@ -101,6 +119,7 @@ def prepare(
         text=text,
         windows_NL=windows_NL,
         teacher=teacher,
+        tuned=tuned,
     )
 
 

@@ -1,8 +1,9 @@
 """Conversion and recovery in one run: one folder, which gets its name when both are done.
 
 Everything lies in OUTPUT.partial: first `converted`, then `recovered`, which becomes
-OUTPUT. Each of the two is made by a run of its own, with a draft beside it, so that a
-killed run goes on in the half that it was in.
+OUTPUT, and before both `dense`, where the dense model is trained first. Each of them is
+made by a run of its own, with a draft beside it, so that a killed run goes on in the part
+that it was in.
 
 The dense model is read from the disk a second time, as the teacher, when the weights of
 the conversion are gone. Two models are in memory then, as in any fine-tuning with a
@@ -41,22 +42,31 @@ from moesaic.families.load import (
 from moesaic.finetune.checks import check_options
 from moesaic.finetune.model_card import recovery_rows
 from moesaic.finetune.options import FinetuneOptions
-from moesaic.finetune.prepare import NO_FFNS, TrainingText, check_rank
+from moesaic.finetune.prepare import (
+    NO_FFNS,
+    TrainingText,
+    TunedDense,
+    check_rank,
+)
 from moesaic.finetune.report import FinetuneReport
 from moesaic.finetune.run import keep_checkpoints, run
+from moesaic.finetune.tune_dense import tune_dense
 from moesaic.output import draft as drafts
 from moesaic.output.atomic import write_file
 from moesaic.output.model_card import licence_of
 
+TUNED = "dense"
 CONVERTED = "converted"
 RECOVERED = "recovered"
 
 
 def convert_and_recover(
-    prepared: Prepared, tokens: int
+    prepared: Prepared, tokens: int, dense_first: bool = False
 ) -> tuple[Any, ConversionReport]:
     """Converts a model, trains it on `tokens` tokens of the same text, and writes it.
 
+    With `dense_first` the dense model is trained on them before, and that one is
+    converted and imitated.
     Returns the model as it was written, and the report of both halves. Raises
     MoesaicError for bad input of either half before any work is done.
     """
@@ -65,11 +75,21 @@ def convert_and_recover(
     check_recovery(prepared, tokens)
     output = options.output
     assert output is not None
-    identity = _identity(prepared, tokens)
-    with drafts.open_draft(output, identity, options.resume) as draft:
-        report = _converted(prepared, draft / CONVERTED)
+    identity = _identity(prepared, tokens) | {"tune_dense": dense_first}
+    opened = drafts.open_draft(
+        output, identity, options.resume, options.progress
+    )
+    with opened as draft:
+        tuned = None
+        start = prepared
+        if dense_first:
+            with keep_checkpoints():
+                tuned = _tuned(prepared, tokens, draft)
+            of_tuned = replace(options, model=tuned.folder)
+            start = replace(prepared, options=of_tuned)
+        report = _converted(start, draft / CONVERTED)
         with keep_checkpoints():
-            recovery = _recovered(prepared, tokens, draft, report)
+            recovery = _recovered(start, tokens, draft, report, tuned)
             _write_both(prepared, draft, report, recovery)
             drafts.take_name(
                 draft, output, options.overwrite, draft / RECOVERED
@@ -161,16 +181,17 @@ def _training_options(
     """The fine-tuning that follows the conversion."""
     options = prepared.options
     length = _window_length(prepared)
+    output = draft / RECOVERED
     return FinetuneOptions(
         model=str(draft / CONVERTED),
-        output=draft / RECOVERED,
+        output=output,
         samples=tokens // length,
         sequence_length=length,
         distill=str(options.model),
         seed=options.seed,
         device=options.device,
         dtype=options.dtype,
-        resume=True,  # what it finds in the draft is of this run
+        resume=drafts.is_begun(output),
         trust_remote_code=options.trust_remote_code,
         progress=options.progress,
     )
@@ -201,19 +222,43 @@ def _identity(prepared: Prepared, tokens: int) -> dict[str, Any]:
 # --- the two halves ------------------------------------------------------------------
 
 
+def _tuned(prepared: Prepared, tokens: int, draft: Path) -> TunedDense:
+    """The dense model after training, unless an earlier run made it."""
+    after = _training_options(prepared, tokens, draft)
+    text = _text(prepared, tokens, None)
+    return tune_dense(after, text, draft / TUNED)
+
+
+def _text(
+    prepared: Prepared, tokens: int, measured: tuple[float, int] | None
+) -> TrainingText:
+    return TrainingText(
+        prepared.tokenizer,
+        _training_ids(prepared, tokens),
+        source_name(prepared.options.calibration),
+        prepared.validation,
+        measured,
+    )
+
+
 def _converted(prepared: Prepared, folder: Path) -> ConversionReport:
     """Writes the converted model, unless an earlier run did."""
     report_path = folder / CONVERSION_FILE
     if report_path.is_file():
         values = json.loads(report_path.read_text("utf-8"))
         return ConversionReport.from_dict(values)
-    options = replace(prepared.options, output=folder, resume=True)
+    resume = drafts.is_begun(folder)
+    options = replace(prepared.options, output=folder, resume=resume)
     _, report = convert_prepared(replace(prepared, options=options))
     return report
 
 
 def _recovered(
-    prepared: Prepared, tokens: int, draft: Path, report: ConversionReport
+    prepared: Prepared,
+    tokens: int,
+    draft: Path,
+    report: ConversionReport,
+    tuned: TunedDense | None,
 ) -> FinetuneReport:
     """Trains the converted model, unless an earlier run did."""
     # The folder that the converted model is in will be gone.
@@ -225,15 +270,9 @@ def _recovered(
     measured = None
     if report.perplexity is not None:
         measured = (report.perplexity, report.heldout_tokens)
-    text = TrainingText(
-        prepared.tokenizer,
-        _training_ids(prepared, tokens),
-        source_name(prepared.options.calibration),
-        prepared.validation,
-        measured,
-    )
+    text = _text(prepared, tokens, measured)
     training = _training_options(prepared, tokens, draft)
-    recovery = run(training, text)
+    recovery = run(training, text, tuned)
     recovery.model = name
     return recovery
 
@@ -273,9 +312,10 @@ def _call(report: ConversionReport, recovery: FinetuneReport) -> str:
     settings = recovery.settings
     tokens = settings["samples"] * settings["sequence_length"]
     method = report.method["name"]
+    more = ", tune_dense=True" if recovery.teacher_tuned else ""
     return (
         f"moesaic.convert({report.model!r}, {method!r}, {report.layout!r}, "
-        f"recover={tokens})"
+        f"recover={tokens}{more})"
     )
 
 

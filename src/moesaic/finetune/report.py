@@ -17,7 +17,8 @@ class FinetuneReport:
 
     `perplexity` is the trained model's as it was trained, `folded_perplexity` with its
     gates folded into the experts; `folded` says whether that is what was written.
-    `teacher_perplexity` is the dense model's, where it was tuned likewise. Of how many
+    `teacher_perplexity` is the dense model's, where it was tuned likewise, and
+    `teacher_perplexity_before` as it came, where the tuned one was converted. Of how many
     weights each was trained, `trained_weights` and `teacher_trained_weights` say:
     experts have LoRA weights each, and learn by more of them than the dense model has.
     `distill` is
@@ -38,6 +39,7 @@ class FinetuneReport:
     folded: bool = False
     teacher_tuned: bool = False
     teacher_perplexity: float | None = None
+    teacher_perplexity_before: float | None = None
     trained_weights: int = 0
     teacher_trained_weights: int | None = None
     loads_before: list[dict[str, Any]] = field(default_factory=list)
@@ -82,7 +84,7 @@ def new_report(inputs: TrainingInput, student: Any) -> FinetuneReport:
     """What is known before training."""
     options = inputs.options
     validation = inputs.text.validation
-    return FinetuneReport(
+    report = FinetuneReport(
         model=options.model,
         data=inputs.text.source,
         distill=inputs.teacher,
@@ -94,6 +96,14 @@ def new_report(inputs: TrainingInput, student: Any) -> FinetuneReport:
         merged=options.merge,
         heldout=None if validation is None else validation.name,
     )
+    tuned = inputs.tuned
+    if tuned is not None:
+        report.distill = tuned.name
+        report.teacher_tuned = True
+        report.teacher_perplexity = tuned.perplexity
+        report.teacher_perplexity_before = tuned.perplexity_before
+        report.teacher_trained_weights = tuned.trained_weights
+    return report
 
 
 def _public_name(model: str) -> str:

@@ -34,6 +34,7 @@ from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions, Mix
 from moesaic.finetune.prepare import (
     TrainingInput,
     TrainingText,
+    TunedDense,
     check_teacher,
     prepare,
 )
@@ -140,11 +141,16 @@ def finetune(
 
 
 def run(
-    options: FinetuneOptions, text: TrainingText | None = None
+    options: FinetuneOptions,
+    text: TrainingText | None = None,
+    tuned: TunedDense | None = None,
 ) -> FinetuneReport:
-    """The steps of a fine-tuning, in their order. Reads the text unless it is given."""
+    """The steps of a fine-tuning, in their order. Reads the text unless it is given.
+
+    `tuned` is the teacher where it was trained on the same windows before.
+    """
     started = time.perf_counter()
-    inputs = prepare(options, text)
+    inputs = prepare(options, text, tuned)
     student = load_student(inputs)
     teacher = load_teacher(inputs, student)
     with widened_products(student.dtype, student.device):
@@ -277,7 +283,9 @@ def open_output(
     identity = fingerprint(inputs, student, teacher, report, processes)
     opened: Any = nullcontext()
     if state.is_main_process:
-        opened = checkpoint.open_draft(options.output, identity, options.resume)
+        opened = checkpoint.open_draft(
+            options.output, identity, options.resume, options.progress
+        )
     draft = checkpoint.draft_folder(options.output)
     with opened, keep_checkpoints():
         state.wait_for_everyone()

@@ -14,6 +14,7 @@ from typing import Any
 
 from moesaic.conversion.report import (
     CONVERSION_FILE,
+    EXPORT_FILE,
     RECOVERY_FILE,
     ConversionReport,
 )
@@ -128,12 +129,17 @@ def read_record(model: str, trust_remote_code: bool = False) -> Record:
     """
     config = load_config(model, trust_remote_code)
     provenance = _provenance(config)
+    folder = Path(resolve(model))
+    if provenance is None and (folder / EXPORT_FILE).is_file():
+        raise MoesaicError(
+            f"{model} is an export, which holds a stock model ({config.model_type}) and no "
+            "notes of ours; inspect the model that it was made from"
+        )
     if provenance is None:
         raise MoesaicError(
             f"{model} was not converted by moesaic ({config.model_type}); convert it "
             f"first: moesaic convert {model} --output DIR, then moesaic inspect DIR"
         )
-    folder = Path(resolve(model))
     return Record(
         model=str(model),
         provenance=provenance,

@@ -112,12 +112,17 @@ class ModelShape:
 class Budget:
     """How much may run: a layout, or a share of the neurons that a token skips.
 
-    `grain` (coarse, medium, fine) limits how many experts a sparsity may lead to.
+    `grain` (coarse, medium, fine) limits how many experts a sparsity may lead to. Raises
+    MoesaicError for another one.
     """
 
     layout: Layout | None = None
     sparsity: float | None = None
     grain: str = "medium"
+
+    def __post_init__(self) -> None:
+        if self.grain not in GRAINS:
+            raise unknown("grain", self.grain, GRAINS)
 
     @property
     def skipped(self) -> float:
@@ -271,6 +276,8 @@ class FFNMethod(Method):
     a layout, `sizes`.
     """
 
+    # Whether the budget's grain decides how many experts there are, where `experts` does not.
+    takes_grain: ClassVar[bool] = True
     # The numbers of experts that a published method has, where they are part of it.
     experts: ClassVar[int | None] = None
     shared_experts: ClassVar[int | None] = None
@@ -536,11 +543,8 @@ class ModelMethod(Method):
 def neuron_layout(budget: Budget, neurons: int) -> Layout:
     """The budget as so many of the neurons, whatever experts they stand in.
 
-    Raises MoesaicError for an unknown grain, and for a sparsity at which all neurons or
-    none would run.
+    Raises MoesaicError for a sparsity at which all neurons or none would run.
     """
-    if budget.grain not in GRAINS:
-        raise unknown("grain", budget.grain, GRAINS)
     if budget.layout is not None:
         active = budget.layout.sizes(neurons).active
         return Layout(0, active, neurons)

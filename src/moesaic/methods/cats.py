@@ -51,6 +51,7 @@ class CATS(FFNMethod):
     """The neurons of largest gates, by one threshold a layer."""
 
     description = METHODS["cats"]
+    takes_grain = False
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
         """Every neuron alone. Raises MoesaicError for a mixture or FFNs without gates."""

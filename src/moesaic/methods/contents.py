@@ -27,7 +27,8 @@ class Description:
     url: str | None = None
 
 
-_EVERYWHERE = "transformers, vLLM, llama.cpp"
+_STOCK = "transformers, vLLM, llama.cpp, as any model of its family"
+_EXPORTED = "transformers, vLLM, llama.cpp, after moesaic export"
 _OURS = "transformers and vLLM, with our architecture"
 _TRANSFORMERS = "transformers, with our architecture"
 
@@ -38,7 +39,7 @@ METHODS = {
             "moesaic",
             "moesaic.methods.moesaic:Moesaic",
             "Experts by contribution, a linear router in closed form, repaired outputs.",
-            _EVERYWHERE,
+            _EXPORTED,
         ),
         Description(
             "moesaic-dynamic",
@@ -74,13 +75,13 @@ METHODS = {
             "static",
             "moesaic.methods.static:Static",
             "Keeps the best neurons and drops the others; no routing.",
-            _EVERYWHERE,
+            _EXPORTED,
         ),
         Description(
             "static-repaired",
             "moesaic.methods.static:StaticRepaired",
             "As static, with the output weights refitted by least squares.",
-            _EVERYWHERE,
+            _EXPORTED,
         ),
         Description(
             "flap",
@@ -131,7 +132,7 @@ METHODS = {
             "emoe",
             "moesaic.methods.emoe:EMoE",
             "Experts of neurons with like gates, scored by their mean; no fitting.",
-            _EVERYWHERE,
+            _EXPORTED,
             "Qiu et al., Unlocking Emergent Modularity in Large Language Models, NAACL "
             "2024",
             "https://arxiv.org/abs/2310.10908",
@@ -176,7 +177,7 @@ METHODS = {
             "llama-moe-v2",
             "moesaic.methods.llama_moe_v2:LlamaMoEV2",
             "Experts by gradients, one for each cluster of inputs, and one for all.",
-            _EVERYWHERE,
+            _EXPORTED,
             "Qu et al., LLaMA-MoE v2: Exploring Sparsity of LLaMA from Perspective of "
             "Mixture-of-Experts with Post-Training, 2024",
             "https://arxiv.org/abs/2411.15708",
@@ -203,7 +204,7 @@ METHODS = {
             "sleb",
             "moesaic.methods.sleb:SLEB",
             "Takes whole blocks out, the least missed one first; no routing.",
-            _EVERYWHERE,
+            _STOCK,
             "Song et al., SLEB: Streamlining LLMs through Redundancy Verification and "
             "Elimination of Transformer Blocks, ICML 2024",
             "https://arxiv.org/abs/2402.09025",
@@ -212,7 +213,7 @@ METHODS = {
             "slicegpt",
             "moesaic.methods.slicegpt:SliceGPT",
             "Rotates the residual stream to its main axes and cuts the others off.",
-            "transformers",
+            _TRANSFORMERS,
             "Ashkboos et al., SliceGPT: Compress Large Language Models by Deleting Rows "
             "and Columns, ICLR 2024",
             "https://arxiv.org/abs/2401.15024",

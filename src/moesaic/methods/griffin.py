@@ -46,6 +46,7 @@ class Griffin(FFNMethod):
     """The neurons that the prompt makes most use of."""
 
     description = METHODS["griffin"]
+    takes_grain = False
 
     prompt: int = setting(
         128,

@@ -19,6 +19,8 @@ from moesaic.errors import MoesaicError, reason_of, unknown
 from moesaic.methods.base import Method
 from moesaic.methods.contents import METHODS, Description
 
+_YAML = "a right file has lines such as 'method: flap' and 'widths: equal'"
+
 
 def load_method(
     method: str | Path | Method, settings: Mapping[str, object] | None = None
@@ -73,6 +75,8 @@ def _with_settings(
 
 def _class_in_file(path: Path) -> type[Method]:
     """The one method that a user's file defines; those it imports do not count."""
+    if not path.is_file():
+        raise _no_such_file(path)
     module = _run_file(path)
     classes = []
     for value in vars(module).values():
@@ -136,25 +140,25 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
+def _no_such_file(path: Path) -> MoesaicError:
+    return MoesaicError(f"no such file: {path}; give a method's name or a file")
+
+
 def _read_yaml(path: Path) -> tuple[str, dict[str, object]]:
     try:
         text = path.read_text("utf-8")
         values = yaml.safe_load(text)
     except FileNotFoundError as error:
-        raise MoesaicError(
-            f"method {path}: no such file; give a method's name or a file"
-        ) from error
+        raise _no_such_file(path) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = str(error).split()
         reason = " ".join(words)
-        raise MoesaicError(f"method {path}: {reason}") from error
+        raise MoesaicError(f"method {path}: {reason}; {_YAML}") from error
     name = None
     if isinstance(values, dict):
         name = values.pop("method", None)
     if not isinstance(name, str):
-        raise MoesaicError(
-            f"method {path}: expected a mapping such as 'method: moesaic', and settings"
-        )
+        raise MoesaicError(f"method {path}: it names no method; {_YAML}")
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     return name, values

@@ -53,6 +53,7 @@ class MoEBERT(ExpertMethod):
     """A few wide experts that share a core; a token runs the one that its id hashes to."""
 
     description = METHODS["moebert"]
+    takes_grain = False
     needs = frozenset({"gradients", "token ids"})
 
     num_experts: int = setting(

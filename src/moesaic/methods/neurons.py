@@ -68,6 +68,7 @@ class MoesaicNeurons(ExpertMethod):
     """A budget of neurons per token, on average, spent where they add most."""
 
     description = METHODS["moesaic-neurons"]
+    takes_grain = False
     fits_weights = True
     statistics_kind = PLAIN
     output_bias = True
@@ -130,10 +131,7 @@ class MoesaicNeurons(ExpertMethod):
             raise self._bad_setting("bits", rule)
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
-        """One neuron per expert, of the budget that a layout or a sparsity gives.
-
-        Any known grain is the same: there is none finer.
-        """
+        """One neuron per expert, of the budget that a layout or a sparsity gives."""
         if shape.outer is not None or not shape.ffn.gated:
             what = "FFNs without a gate"
             if shape.outer is not None:

@@ -72,6 +72,7 @@ class ReadMe(RouterChoice):
     """As many experts as texts; a token runs one, the same in every layer."""
 
     description = METHODS["read-me"]
+    takes_grain = False
     needs = frozenset({"domains", "token ids"})
 
     router: str = router_setting("global", "one router for all layers")

@@ -92,10 +92,14 @@ def check_parent(output: Path) -> None:
         raise MoesaicError(
             f"output {output}: {parent} is not a folder; choose another output"
         )
-    if not os.access(parent, os.W_OK | os.X_OK):
+    try:
+        # Root may write anywhere by its rights, and cannot in /proc.
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
         raise MoesaicError(
-            f"output {output}: {parent} may not be written; choose another output"
-        )
+            f"output {output}: {parent} cannot be written; choose another output"
+        ) from error
 
 
 def nearest_parent(output: Path) -> Path:

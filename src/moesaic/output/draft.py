@@ -40,6 +40,7 @@ from moesaic.output.atomic import (
     sync_all,
     write_file,
 )
+from moesaic.progress import step_log
 
 SHARD_SIZE = "5GB"
 INDEX = "model.safetensors.index.json"
@@ -114,6 +115,12 @@ def check_space(output: Path, needed: int) -> None:
 
 def draft_folder(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
+
+
+def is_begun(output: Path) -> bool:
+    """Whether an earlier run has left something to resume."""
+    model = draft_folder(output) / _MODEL
+    return model.exists()
 
 
 def _check_draft(draft: Path, expected: bool) -> None:
@@ -192,14 +199,18 @@ def _made_by_us(folder: Path) -> bool:
 
 @contextmanager
 def open_draft(
-    output: Path, run: dict[str, Any], resume: bool
+    output: Path, run: dict[str, Any], resume: bool, progress: bool = False
 ) -> Iterator[Path]:
     """Makes DIR.partial, or takes it up again where it belongs to the same run, and locks it.
 
-    Raises MoesaicError for a draft that was started with other settings or that another process
-    is writing. Bad input inside the block removes the draft; a full disk or a kill leaves it.
+    With `progress` it says where there is nothing to resume. Raises MoesaicError for a draft
+    that was started with other settings or that another process is writing. Bad input inside
+    the block removes the draft; a full disk or a kill leaves it.
     """
     draft = draft_folder(output)
+    log = step_log(progress)
+    if resume and not is_begun(output):
+        log(f"nothing to resume in {draft}; starting from the beginning")
     with writing(draft):
         draft.parent.mkdir(parents=True, exist_ok=True)
     with writing(draft), _locked(draft, output):
