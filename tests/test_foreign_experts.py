@@ -653,7 +653,7 @@ def test_read_me_wants_texts_of_two_domains(
     )
     code, said = convert(texts[0], texts[0])
     assert code == 2
-    assert "name each once" in said
+    assert "name each text once" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "dense"]
     code, said = convert(*texts)
     assert code == 0, said

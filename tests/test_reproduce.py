@@ -263,7 +263,8 @@ def test_work_of_the_paper_s_models(
     printed_numbers: list[str],
 ) -> None:
     path = CONFIG_FOLDER / f"{CONFIGS[name]}.json"
-    monkeypatch.setattr("sys.argv", ["moesaic", "flops", str(path)])
+    asked = ["--method", "cmoe", "--layout", "S3A3E8"]
+    monkeypatch.setattr("sys.argv", ["moesaic", "flops", str(path), *asked])
     with pytest.raises(SystemExit) as end:
         main()
     printed = capsys.readouterr().out
