@@ -577,6 +577,11 @@ def test_damaged_models(
     run: Run, model: Path, text: Path, tmp_path: Path, damage, message: str
 ) -> None:
     damage(model)
+    check_refused(run, model, text, tmp_path, message)
+
+
+def check_refused(run: Run, model: Path, text: Path, tmp_path: Path, message: str) -> None:
+    """A conversion says so in one line, and writes nothing."""
     before = sorted(tmp_path.rglob("*"))
     code, _, error = run(
         "convert", model, "--output", tmp_path / "out", "--calibration", text,
@@ -596,7 +601,7 @@ def cut_short(shard: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(remove, "No such file or directory"), (cut_short, "is damaged or cut short, fetch")],
+    [(remove, "{}"), (cut_short, "{} is damaged or cut short, fetch")],
 )
 def test_a_damaged_shard_is_named(
     run: Run, model: Path, text: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
@@ -607,14 +612,7 @@ def test_a_damaged_shard_is_named(
     shards = sorted(model.glob("model-*.safetensors"))
     assert len(shards) > 2
     damage(shards[1])
-    before = sorted(tmp_path.rglob("*"))
-    code, _, error = run(
-        "convert", model, "--output", tmp_path / "out", "--calibration", text,
-        "--sequence-length", 64,
-    )  # fmt: skip
-    check_error(code, error, message)
-    assert shards[1].name in error
-    assert sorted(tmp_path.rglob("*")) == before
+    check_refused(run, model, text, tmp_path, message.format(shards[1].name))
 
 
 def check_error(code: int, error: str, message: str) -> None:
