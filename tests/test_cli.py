@@ -199,6 +199,19 @@ def test_dry_run_checks_the_place_of_the_output(
     assert not list(tmp_path.iterdir())
 
 
+def test_recovery_needs_room_for_all_its_models(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo model's weights are 6.6 MB: one of them would fit, and two, but not three."""
+    disk = SimpleNamespace(free=15_000_000)
+    monkeypatch.setattr("moesaic.output.draft.shutil.disk_usage", lambda _: disk)
+    given = ("convert", "demo", "--dry-run", "--output", tmp_path / "out")
+    for enough in ((), ("--recover", 4096)):
+        assert run(*given, *enough)[0] == 0
+    code, _, error = run(*given, "--recover", 4096, "--tune-dense")
+    check_error(code, error, "the disk has 15.0 MB free")
+
+
 def parts_of(folder: Path) -> list[Path]:
     """But for the page: the last bit of what it measures moves with where weights lie."""
     return [path for path in folder.iterdir() if path.name != "report.html"]

@@ -35,13 +35,18 @@ PROCESSES = 2
 REPORT = "moesaic_report.json"
 
 
-def torchrun(*words: object) -> subprocess.CompletedProcess[str]:
-    """One thread for each process."""
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", PROCESSES]
+# Told that there are several GPUs it starts processes, and the command says on what they run.
+ACCELERATE = [
+    "accelerate.commands.launch", "--multi_gpu", "--num_processes", PROCESSES, "--num_machines", 1,
+    "--mixed_precision", "no", "--dynamo_backend", "no",
+]  # fmt: skip
+
+
+def launched(launcher: list[Any], *words: object) -> subprocess.CompletedProcess[str]:
+    """Two processes of one thread each."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        PROCESSES, *words,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", *launcher, *words]
     return subprocess.run(
         list(map(str, command)), capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -71,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shown: Path) -> Path:
             tokenizer().save_pretrained(folder / "dense")
             text = "the cat sat in a hat and the rat in a bin, the sun is hot. " * 200
             (folder / "text.txt").write_text(text)
-            done = torchrun("-m", "tests.two_conversions", folder, shown)
+            done = launched(TORCHRUN, "-m", "tests.two_conversions", folder, shown)
             (folder / "stdout").write_text(done.stdout)
             (folder / "stderr").write_text(done.stderr)
     return folder
@@ -190,10 +195,19 @@ def test_the_command_writes_and_speaks_once(
     assert_close(*reports)
 
 
-def test_bad_input_is_one_line_from_one_process(folder: Path) -> None:
-    """torchrun says of the first process that it ended with 2, and ends the other."""
+def test_accelerate_launch_is_torchrun(folder: Path) -> None:
+    words = two.command_words(folder, "accelerated")
+    done = launched(ACCELERATE, "-m", "moesaic", *words)
+    assert done.stdout.count("written to") == 1, done.stderr[-3000:]
+    names = ("accelerated", "commanded")
+    assert_close(*(dict(load_model(folder / name).state_dict()) for name in names))
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_bad_input_is_one_line_from_one_process(folder: Path, launcher: list[Any]) -> None:
+    """The launcher says of the first process that it ended with 2, and ends the other."""
     words = ["-m", "moesaic", "convert", folder / "dense", "--experts", "all of them"]
-    done = torchrun(*words, "--output", folder / "refused")
+    done = launched(launcher, *words, "--output", folder / "refused", "--device", "cpu")
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
     assert "exitcode  : 2" in done.stderr

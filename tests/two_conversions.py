@@ -154,11 +154,15 @@ def broken() -> tuple[Any, Tensor]:
     return model, windows_NL
 
 
-def commanded(folder: Path, output: str) -> None:
-    """`moesaic convert` of the model and the text that lie in the folder."""
+def command_words(folder: Path, output: str) -> list[str]:
+    """`convert` of the model and the text that lie in the folder."""
     words = ["convert", folder / "dense", "--calibration", folder / "text.txt", "--samples", 17]
     words += ["--layout", "S2A3E8", "--device", "cpu", "--output", folder / output]
-    sys.argv = ["moesaic", *map(str, words)]
+    return [str(word) for word in words]
+
+
+def commanded(folder: Path, output: str) -> None:
+    sys.argv = ["moesaic", *command_words(folder, output)]
     with suppress(SystemExit):
         command()
 

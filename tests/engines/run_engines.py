@@ -178,6 +178,32 @@ def serve(words: list[Any], ask_at: Callable[[str], Any]) -> Any:
         server.wait()
 
 
+def timed(model: Path, against: Path | None, engine: str, python: Path, root: Path) -> list[str]:
+    """What is wrong with `moesaic bench` of a model in an engine: nothing, or lines that say it."""
+    found = root / "bench.json"
+    found.unlink(missing_ok=True)
+    words = [
+        sys.executable, "-m", "moesaic", "bench", model, "--against", against or "none",
+        "--engine", engine, "--engine-python", python, "--prefill", 16, "--decode", 96,
+        "--batch", "1,2", "--rounds", 1, "--json", found,
+    ]  # fmt: skip
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        return [f"bench in {engine} ended with {done.returncode}: {done.stderr[-3000:]}"]
+    console.print(done.stdout)
+    rows = json.loads(found.read_text())["rows"]
+    regimes = [(row["kind"], row["batch"]) for row in rows]
+    wrong = []
+    if sorted(regimes) != [("decode", 1), ("decode", 2), ("prefill", 1), ("prefill", 2)]:
+        wrong.append(f"bench in {engine} timed {regimes}")
+    models = 1 if against is None else 2
+    for row in rows:
+        speeds = row["tokens_per_second"]
+        if len(speeds) != models or min(speeds) <= 0:
+            wrong.append(f"bench in {engine} found {row}")
+    return wrong
+
+
 def complete(url: str, model: str, prompt: str) -> str:
     body = {"model": model, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
     body["repeat_penalty"] = 1  # llama.cpp's server has another default
@@ -188,102 +214,120 @@ def complete(url: str, model: str, prompt: str) -> str:
         return str(json.load(answer)["choices"][0]["text"])
 
 
+class Engines:
+    """The engines' Pythons, a folder to work in, and what was found so far."""
+
+    def __init__(self, vllm: Path, llama: Path, root: Path):
+        self.vllm, self.llama, self.root = vllm, llama, root
+        columns = ("engine", "model", "as", "largest difference", "token ties", "expert ties", "")
+        self.table = Table(*columns)
+        self.failed: list[str] = []
+
+    def row(self, engine: str, name: str, form: str, found: tuple[float, int, int, bool]) -> None:
+        largest, tied, expert_ties, fine = found
+        well = fine and expert_ties <= 1
+        self.failed.extend([] if well else [f"{engine} {name} {form}"])
+        self.table.add_row(
+            engine, name, form, f"{largest:.1e}", str(tied), f"{expert_ties} of {PROMPTS}",
+            "as transformers" if well else "DIFFERS",
+        )  # fmt: skip
+        console.print(f"{engine}, {name}, {form}: {largest:.1e} {'' if well else 'DIFFERS'}")
+
+    def exports(self, name: str, dense: Path) -> None:
+        """A converted model in every stock form that holds it."""
+        root = self.root
+        folder = convert(name, dense, root, "moesaic")
+        prompts = prompts_of(folder)
+        reasons = moesaic.explain(folder)
+        for form in ("glm4_moe", "qwen2_moe"):
+            if reasons[form]:
+                continue
+            output = root / f"{name}-{form}"
+            moesaic.export(folder, form, output)
+            stock = AutoModelForCausalLM.from_pretrained(output).eval()
+            if stock.config.head_dim % 32 == 0:  # vLLM's CPU attention knows no others
+                answers = ask(self.vllm, "ask_vllm.py", output, prompts, root)
+                self.row("vLLM", name, form, judge(stock, prompts, answers, "vLLM"))
+            one = {"glm4_moe": "gguf", "qwen2_moe": "gguf-qwen2moe"}[form]
+            if reasons[one]:
+                continue
+            # llama.cpp reads "phi3" in a file's name, and then wants Phi-3's own tokens.
+            file = root / f"{name}-file" / f"{form}.gguf"
+            moesaic.export(folder, one, file)
+            text = "def the(cat): in a hat"
+            *answers, cut = ask(self.llama, "ask_llama.py", file, prompts, root, text)
+            self.row("llama.cpp", name, one, judge(stock, prompts, answers, "llama.cpp"))
+            if cut != load_tokenizer(folder)(text)["input_ids"]:
+                self.failed.append(f"llama.cpp cuts text otherwise: {name}")
+
+    def fewer_bits(self) -> None:
+        """They are other weights: near, and read by the engine, is all there is."""
+        root = self.root
+        prompts = prompts_of(root / "demo-moesaic")
+        stock = AutoModelForCausalLM.from_pretrained(root / "demo-glm4_moe").eval()
+        for dtype in ("float16", "bfloat16", "q8_0"):
+            file = root / "demo-file" / f"{dtype}.gguf"
+            moesaic.export(root / "demo-moesaic", "gguf", file, dtype=dtype)
+            answers = ask(self.llama, "ask_llama.py", file, prompts, root)
+            self.row("llama.cpp", "demo", f"gguf, {dtype}", judge(stock, prompts, answers, dtype))
+
+    def plug_in(self, recipe: str, form: str = "plug-in", *more: str) -> None:
+        """Our own architecture in vLLM."""
+        folder = convert("demo", demo_path(), self.root, recipe)
+        prompts = prompts_of(folder)
+        answers = ask(self.vllm, "ask_vllm.py", folder, prompts, self.root, *more)
+        found = judge(load_model(folder), prompts, answers, "vLLM")
+        self.row("vLLM", "demo", f"{recipe}, {form}", found)
+
+    def over_http(self) -> None:
+        prompt = "import os\n\ndef main(argv):\n    "
+        folder = self.root / "demo-glm4_moe"
+        stock, words = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(folder)
+        ids = torch.tensor([words(prompt)["input_ids"]])
+        own = stock.generate(ids, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
+        expected = words.decode(own, skip_special_tokens=True)
+        # What `vllm serve` starts; that command itself asks for a package of the name vllm.
+        vllm = [self.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
+                "--dtype", "float32", "--max-model-len", 64, "--enforce-eager"]  # fmt: skip
+        file = self.root / "demo-file" / "glm4_moe.gguf"
+        llama = [self.llama, "-m", "llama_cpp.server", "--model", file]
+        for name, command in (("vLLM", vllm), ("llama.cpp", llama)):
+            text = serve(command, lambda url: complete(url, str(folder), prompt))
+            console.print(f"{name} over HTTP: {text!r}")
+            if text != expected:
+                self.failed.append(f"{name} over HTTP: {text!r} instead of {expected!r}")
+
+    def benches(self) -> None:
+        folder = self.root / "demo-glm4_moe"
+        file = self.root / "demo-file" / "glm4_moe.gguf"
+        self.failed += timed(folder, demo_path(), "vllm", self.vllm, self.root)
+        self.failed += timed(file, None, "llama.cpp", self.llama, self.root)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--vllm", type=Path, required=True, help="its python")
     parser.add_argument("--llama", type=Path, required=True, help="its python")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    table = Table("engine", "model", "as", "largest difference", "token ties", "expert ties", "")
-    failed = []
-
-    def row(engine: str, name: str, form: str, found: tuple[float, int, int, bool]) -> None:
-        largest, tied, expert_ties, fine = found
-        well = fine and expert_ties <= 1
-        failed.extend([] if well else [f"{engine} {name} {form}"])
-        table.add_row(
-            engine, name, form, f"{largest:.1e}", str(tied), f"{expert_ties} of {PROMPTS}",
-            "as transformers" if well else "DIFFERS",
-        )  # fmt: skip
-        console.print(f"{engine}, {name}, {form}: {largest:.1e} {'' if well else 'DIFFERS'}")
-
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
+        engines = Engines(arguments.vllm, arguments.llama, root)
         for name, dense in dense_folders(root).items():
-            folder = convert(name, dense, root, "moesaic")
-            prompts = prompts_of(folder)
-            reasons = moesaic.explain(folder)
-            for form in ("glm4_moe", "qwen2_moe"):
-                if reasons[form]:
-                    continue
-                output = root / f"{name}-{form}"
-                moesaic.export(folder, form, output)
-                stock = AutoModelForCausalLM.from_pretrained(output).eval()
-                if stock.config.head_dim % 32 == 0:  # vLLM's CPU attention knows no others
-                    answers = ask(arguments.vllm, "ask_vllm.py", output, prompts, root)
-                    row("vLLM", name, form, judge(stock, prompts, answers, "vLLM"))
-                one = {"glm4_moe": "gguf", "qwen2_moe": "gguf-qwen2moe"}[form]
-                if reasons[one]:
-                    continue
-                # llama.cpp reads "phi3" in a file's name, and then wants Phi-3's own tokens.
-                file = root / f"{name}-file" / f"{form}.gguf"
-                moesaic.export(folder, one, file)
-                text = "def the(cat): in a hat"
-                *answers, cut = ask(arguments.llama, "ask_llama.py", file, prompts, root, text)
-                row("llama.cpp", name, one, judge(stock, prompts, answers, "llama.cpp"))
-                if cut != load_tokenizer(folder)(text)["input_ids"]:
-                    failed.append(f"llama.cpp cuts text otherwise: {name}")
-        # Weights of fewer bits are other weights: near, and read by the engine, is all there is.
-        prompts = prompts_of(root / "demo-moesaic")
-        stock = AutoModelForCausalLM.from_pretrained(root / "demo-glm4_moe").eval()
-        for dtype in ("float16", "bfloat16", "q8_0"):
-            file = root / "demo-file" / f"{dtype}.gguf"
-            moesaic.export(root / "demo-moesaic", "gguf", file, dtype=dtype)
-            answers = ask(arguments.llama, "ask_llama.py", file, prompts, root)
-            row("llama.cpp", "demo", f"gguf, {dtype}", judge(stock, prompts, answers, dtype))
+            engines.exports(name, dense)
+        engines.fewer_bits()
         for recipe in (
             "cmoe", "moesaic-dynamic", "moesaic-neurons", "flap", "cats", "moefication",
             "g-moefication", "llama-moe",
         ):  # fmt: skip
-            folder = convert("demo", demo_path(), root, recipe)
-            prompts = prompts_of(folder)
-            answers = ask(arguments.vllm, "ask_vllm.py", folder, prompts, root)
-            row(
-                "vLLM",
-                "demo",
-                f"{recipe}, plug-in",
-                judge(load_model(folder), prompts, answers, "vLLM"),
-            )
+            engines.plug_in(recipe)
         # Where moesaic is not installed, the code beside the weights is run.
-        folder = convert("demo", demo_path(), root, "cmoe")
-        prompts = prompts_of(folder)
-        answers = ask(arguments.vllm, "ask_vllm.py", folder, prompts, root, "--remote-code")
-        row("vLLM", "demo", "cmoe, its code", judge(load_model(folder), prompts, answers, "vLLM"))
-
-        prompt = "import os\n\ndef main(argv):\n    "
-        folder = root / "demo-glm4_moe"
-        stock, words = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(folder)
-        ids = torch.tensor([words(prompt)["input_ids"]])
-        own = stock.generate(ids, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
-        expected = words.decode(own, skip_special_tokens=True)
-        # What `vllm serve` starts; that command itself asks for a package of the name vllm.
-        vllm = [arguments.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
-                "--dtype", "float32", "--max-model-len", 64, "--enforce-eager"]  # fmt: skip
-        llama = [
-            arguments.llama,
-            "-m",
-            "llama_cpp.server",
-            "--model",
-            root / "demo-file" / "glm4_moe.gguf",
-        ]
-        for name, command in (("vLLM", vllm), ("llama.cpp", llama)):
-            text = serve(command, lambda url: complete(url, str(folder), prompt))
-            console.print(f"{name} over HTTP: {text!r}")
-            if text != expected:
-                failed.append(f"{name} over HTTP: {text!r} instead of {expected!r}")
-    console.print(table)
-    if failed:
-        sys.exit("\n".join(failed))
+        engines.plug_in("cmoe", "its code", "--remote-code")
+        engines.over_http()
+        engines.benches()
+    console.print(engines.table)
+    if engines.failed:
+        sys.exit("\n".join(engines.failed))
 
 
 if __name__ == "__main__":

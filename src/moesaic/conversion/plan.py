@@ -107,16 +107,11 @@ class Plan:
 
     def stored_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the result's weights in files; codes of low-bit copies stay as they are."""
-        named = self._skeleton.state_dict(keep_vars=True)
-        tensors = {
-            id(tensor): tensor for tensor in named.values()
-        }  # tied ones once
-        total = 0
-        for tensor in tensors.values():
-            of_dtype = tensor.is_floating_point()
-            width = dtype.itemsize if of_dtype else tensor.element_size()
-            total += tensor.numel() * width
-        return total
+        return _bytes_of(self._skeleton, dtype)
+
+    def stored_dense_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the dense model's weights in files."""
+        return _bytes_of(meta_model(self.dense_config), dtype)
 
     @cached_property
     def _skeleton(self) -> Any:
@@ -134,6 +129,18 @@ class Plan:
             moe = moe.with_whole(report.layer, report.whole_experts)
             moe = moe.with_shares(report.layer, report.shares)
         return self.with_moe(moe)
+
+
+def _bytes_of(skeleton: Any, dtype: torch.dtype) -> int:
+    named = skeleton.state_dict(keep_vars=True)
+    # Tied ones once.
+    tensors = {id(tensor): tensor for tensor in named.values()}
+    total = 0
+    for tensor in tensors.values():
+        of_dtype = tensor.is_floating_point()
+        width = dtype.itemsize if of_dtype else tensor.element_size()
+        total += tensor.numel() * width
+    return total
 
 
 def make_plans(

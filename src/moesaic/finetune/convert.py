@@ -172,7 +172,7 @@ def dry_run(
     if recover is not None:
         from moesaic.finetune.recover import check_recovery
 
-        check_recovery(prepared, recover)
+        check_recovery(prepared, recover, tune_dense)
     return prepared
 
 

@@ -72,7 +72,7 @@ def convert_and_recover(
     """
     started = time.perf_counter()
     options = prepared.options
-    check_recovery(prepared, tokens)
+    check_recovery(prepared, tokens, dense_first)
     output = options.output
     assert output is not None
     identity = _identity(prepared, tokens) | {"tune_dense": dense_first}
@@ -103,7 +103,7 @@ def convert_and_recover(
 # --- before the work -----------------------------------------------------------------
 
 
-def check_recovery(prepared: Prepared, tokens: int) -> None:
+def check_recovery(prepared: Prepared, tokens: int, dense_first: bool) -> None:
     """Raises MoesaicError for a recovery that could not be made after a conversion."""
     options = prepared.options
     if not isinstance(tokens, int) or tokens < 1:
@@ -132,6 +132,7 @@ def check_recovery(prepared: Prepared, tokens: int) -> None:
             "recover is for one process; convert, and then run moesaic finetune on "
             "several"
         )
+    _check_space(prepared, dense_first)
 
 
 def _check_place(options: ConvertOptions) -> None:
@@ -154,6 +155,19 @@ def _check_dtype(options: ConvertOptions, dense_config: Any) -> None:
             f"recover: {options.model_name} would be trained in float16, whose range "
             "gradients leave; pass dtype bfloat16 or float32"
         )
+
+
+def _check_space(prepared: Prepared, dense_first: bool) -> None:
+    """All models of one run lie beside each other; checkpoints are small beside them."""
+    plan = prepared.plans[0]
+    output = prepared.options.output
+    dtype = plan.dense_config.dtype
+    if output is None or dtype is None:
+        return
+    needed = 2 * plan.stored_bytes(dtype)
+    if dense_first:
+        needed += plan.stored_dense_bytes(dtype)
+    drafts.check_space(output, needed, "**/*.safetensors")
 
 
 def _check_tokens(prepared: Prepared, tokens: int) -> None:

@@ -98,10 +98,13 @@ def check_output(output: Path, overwrite: bool, resume: bool) -> None:
         _check_replaceable(output, overwrite)
 
 
-def check_space(output: Path, needed: int) -> None:
-    """Raises MoesaicError where the model needs more room than the disk and a draft have."""
-    model_files = draft_folder(output).glob(f"{_MODEL}/*")
-    written = sum(path.stat().st_size for path in model_files)
+def check_space(output: Path, needed: int, files: str = f"{_MODEL}/*") -> None:
+    """Raises MoesaicError where the model needs more room than the disk and a draft have.
+
+    `files` are those of the draft that count, as a pattern.
+    """
+    there = draft_folder(output).glob(files)
+    written = sum(path.stat().st_size for path in there)
     missing = needed - written
     disk = shutil.disk_usage(nearest_parent(output))
     if disk.free < missing:
