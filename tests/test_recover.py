@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 import moesaic
 from moesaic.cli import main as cli
@@ -17,6 +18,7 @@ from moesaic.finetune import recover as recover_module
 from moesaic.finetune.train import RecoveryTrainer
 from moesaic.output import draft as drafts
 from tests.families import tiny_model
+from tests.gguf_models import tiny_llama, write_gguf
 from tests.stock_models import dense_model, tokenizer
 
 TEXT = "the cat sat in a hat and the rat in a bin. a dog ran on the mat, the sun is hot. " * 150
@@ -177,6 +179,12 @@ def test_the_dense_model_can_be_trained_first(dense: Path, tmp_path: Path) -> No
         assert words in card, words
     for name in ("moesaic_report.json", "moesaic_finetune.json", "config.json", "README.md"):
         assert ".partial" not in (output / name).read_text("utf-8"), name
+
+
+def test_a_trained_gguf_file_is_still_named(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), GGMLQuantizationType.Q8_0)
+    model, _ = recovered(file, tmp_path / "out", tune_dense=True)
+    assert model.config.moesaic.source == "dequantised from tiny.gguf (Q8_0)"
 
 
 @pytest.mark.parametrize("part", ["dense", "student"])

@@ -54,7 +54,6 @@ from moesaic.families.load import (
     choose_device,
     load_model,
     resolve,
-    source_of,
 )
 from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
@@ -111,7 +110,7 @@ def _begin(
     moe = replace(
         search.plan.moe,
         calibration=_calibration_of(prepared),
-        source=source_of(options.model),
+        source=prepared.source,
     )
     plan = search.plan.with_moe(moe)
     report = _new_report(prepared, plan, search)

@@ -27,6 +27,7 @@ from moesaic.families.load import (
     load_config,
     load_tokenizer,
     resolve,
+    source_of,
     window_length,
 )
 from moesaic.methods.base import FFNMethod, Method
@@ -62,6 +63,7 @@ class Prepared:
     calibration: CalibrationSet
     validation: ValidationText | None
     length: int  # tokens of a window that perplexities are measured on
+    source: str | None  # of a GGUF file's weights, which may be trained before
 
     @property
     def windows_NL(self) -> Tensor:
@@ -104,7 +106,14 @@ def prepare(options: ConvertOptions) -> Prepared:
         )
     check_processes(options.model_name, plans[0], calibration)
     return Prepared(
-        options, plans, tokenizer, ids, calibration, validation, length
+        options,
+        plans,
+        tokenizer,
+        ids,
+        calibration,
+        validation,
+        length,
+        source=source_of(options.model),
     )
 
 

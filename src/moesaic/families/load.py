@@ -310,6 +310,8 @@ def _read_gguf(
     for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
         loaded.__dict__.pop(mark, None)
     _clear_gguf_marks(loaded.config, str(path))
+    # Else PEFT takes the folder that is gone by now for a hub id, and asks the hub.
+    loaded.name_or_path = ""
     # A tied model has no output layer of its own, even where the file repeats it.
     tied = loaded.config.tie_word_embeddings
     repeated = "output.weight" if tied else None
