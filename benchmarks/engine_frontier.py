@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from smollm2_model import find_texts, needed_folder
 
 import moesaic
+from moesaic.bench.engine import end_with_this_process
 from moesaic.calibration.text import to_ids
 from moesaic.cli.quiet import quieten
 from moesaic.families.load import load_config, load_model, load_tokenizer
@@ -355,6 +356,7 @@ def main() -> None:
     options.kinds = kinds.split(",")
     options.output.mkdir(parents=True, exist_ok=True)
     quieten()
+    end_with_this_process()
     check_settings(options)
     frontier = Frontier(options)
     frontier.fill()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from moesaic.bench.regimes import Regime
 from moesaic.errors import MoesaicError, unknown
@@ -225,6 +225,19 @@ def started(
         finally:
             if process is not None:
                 _end(process)
+
+
+def end_with_this_process() -> None:
+    """Makes SIGTERM end this process as an error would: engines are stopped first.
+
+    They start processes of their own, which would outlive it.
+    """
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -75,9 +73,10 @@ def bench_command(
     check_json_file(json_file)
     batches = numbers("--batch", batch, "1,16") or []
     quieten()
-    # Engines start processes of their own, which are to end with this one.
-    signal.signal(signal.SIGTERM, _stop)
     from moesaic.bench.bench import bench
+    from moesaic.bench.engine import end_with_this_process
+
+    end_with_this_process()
 
     if against == "none":
         against = None
@@ -101,12 +100,6 @@ def bench_command(
         )
     print_result(result)
     write_json(json_file, result)
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    """As if it ended by itself: what was started is stopped first."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def print_result(result: dict[str, Any]) -> None:
