@@ -202,7 +202,7 @@ def test_dry_run_checks_the_place_of_the_output(
 def test_recovery_needs_room_for_all_its_models(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo model's weights are 6.6 MB: one of them would fit, and two, but not three."""
+    """The demo model takes 5.9 MB: one of them fits, and two, but not three."""
     disk = SimpleNamespace(free=15_000_000)
     monkeypatch.setattr("moesaic.output.draft.shutil.disk_usage", lambda _: disk)
     given = ("convert", "demo", "--dry-run", "--output", tmp_path / "out")

@@ -168,8 +168,9 @@ def dry_run(
     check_tune_dense(tune_dense, recover)
     options = make_options(model, recipe, layout, calibration, **others)
     prepared = check_conversion(options)
-    _check_space(prepared)
-    if recover is not None:
+    if recover is None:
+        _check_space(prepared)
+    else:
         from moesaic.finetune.recover import check_recovery
 
         check_recovery(prepared, recover, tune_dense)
