@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import moesaic
 from moesaic import vllm_plugin
+from moesaic.kernels.build import library
+from moesaic.modeling import MoesaicReplacement
+from moesaic.modeling.replacement_moesaic import own_kernels
 from tests.families import CONTEXT, tiny_model, tokens
 
 
@@ -36,4 +42,116 @@ def test_it_registers_the_class_that_converted_models_name(
     model, _ = moesaic.convert(tiny_model("llama"), "cmoe", "S1A3E8", tokens(8, CONTEXT))
     [(name, where)] = known
     assert name == type(model).__name__
-    assert where.endswith(":TransformersForCausalLM")
+    assert where == "moesaic.vllm_model:MoesaicForCausalLM"
+
+
+class Replaced(nn.Linear):
+    """Stands for a linear layer of vLLM's."""
+
+
+class Backend(nn.Module):
+    """Stands for vLLM's Transformers backend: linear layers of its own, then weights."""
+
+    quant_config: Any = None
+    device_config = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__()
+        self.model = vllm_config
+        self.quant_config = prefix or None  # nothing else is given here
+        self.recursive_replace()
+
+    def recursive_replace(self) -> None:
+        for parent in list(self.model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(parent, name, replaced(child))
+
+
+def replaced(linear: nn.Linear) -> Replaced:
+    with torch.device("meta"):
+        other = Replaced(linear.in_features, linear.out_features, linear.bias is not None)
+    other._parameters = linear._parameters
+    return other
+
+
+@pytest.fixture
+def vllm_model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that vLLM imports, with stand-ins for what it imports of vLLM."""
+    for name in (
+        "vllm",
+        "vllm.model_executor",
+        "vllm.model_executor.models",
+        "vllm.model_executor.models.transformers",
+        "vllm.platforms",
+    ):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    transformers: Any = sys.modules["vllm.model_executor.models.transformers"]
+    transformers.TransformersForCausalLM = Backend
+    platforms: Any = sys.modules["vllm.platforms"]
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)
+    yield importlib.import_module("moesaic.vllm_model")
+    del sys.modules["moesaic.vllm_model"]
+
+
+RECIPES = {
+    "cmoe": {"layout": "S1A3E8"},
+    "moesaic-dynamic": {"layout": "S1A3E8"},
+    "moesaic-neurons": {"sparsity": 0.25},
+    "moesaic-neurons-int8": {"sparsity": 0.25},
+    "teal": {"sparsity": 0.25},
+}
+BY_KERNEL = ("cmoe", "moesaic-neurons", "moesaic-neurons-int8")  # looked at once
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_vllm_our_parts_stay_as_they_are(vllm_model: Any, recipe: str) -> None:
+    """Others' linear layers become vLLM's, ours do not, and a compiled graph says the same."""
+    name, _, in_8_bits = recipe.partition("-int8")
+    settings = {"weights": "int8"} if in_8_bits else None
+    method = moesaic.load_method(name, settings)
+    ids = tokens(8, CONTEXT)
+    model, _ = moesaic.convert(tiny_model("qwen2"), method, calibration=ids, **RECIPES[recipe])
+    model.eval()
+    with torch.no_grad():
+        expected = model(ids[:1]).logits
+    ours = [module for module in model.modules() if isinstance(module, MoesaicReplacement)]
+    kept = [type(part) for module in ours for part in module.modules()]
+
+    vllm_model.MoesaicForCausalLM(vllm_config=model)
+
+    now = [type(part) for module in ours for part in module.modules()]
+    assert now == kept
+    assert isinstance(model.lm_head, Replaced)
+    with torch.no_grad():
+        assert torch.equal(model(ids[:1]).logits, expected)
+        for module in ours:
+            check_graph(module, model.config.hidden_size)
+    looked_at = [vllm_model._FEW_TOKENS[module] for module in ours]
+    if recipe in BY_KERNEL and own_kernels() is not None and library() is not None:
+        assert None not in looked_at
+
+
+def check_graph(module: Any, hidden_size: int) -> None:
+    """The module as one operation of a graph, whatever the number of tokens."""
+    width = getattr(module, "in_features", hidden_size)
+    graph = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
+    for count in (1, 3, 70):
+        x = torch.randn(1, count, width)
+        expected: Tensor = type(module).forward(module, x)
+        assert torch.equal(graph(x), expected)
+        assert expected.shape[:2] == (1, count)
+
+
+@pytest.mark.parametrize("why", ["quantised", "on a GPU"])
+def test_in_vllm_other_layers_are_its_own(
+    vllm_model: Any, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Quantised layers hold their weights otherwise; on a GPU all is vLLM's."""
+    if why == "on a GPU":
+        monkeypatch.setattr(vllm_model.current_platform, "is_cpu", lambda: False)
+    prefix = "quantised" if why == "quantised" else ""
+    model, _ = moesaic.convert(tiny_model("llama"), "cmoe", "S1A3E8", tokens(8, CONTEXT))
+    vllm_model.MoesaicForCausalLM(vllm_config=model, prefix=prefix)
+    kinds = {type(part) for part in model.model.layers[0].mlp.shared_expert.modules()}
+    assert Replaced in kinds

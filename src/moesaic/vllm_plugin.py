@@ -1,7 +1,8 @@
 """Makes our architecture known to vLLM, which calls this where moesaic is installed beside it.
 
 vLLM finds it by the entry point `vllm.general_plugins`. Then `vllm serve FOLDER` runs a
-converted model by vLLM's Transformers backend, and no code beside the weights is run.
+converted model by vLLM's Transformers backend (vllm_model.py), and no code beside the
+weights is run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 
 ARCHITECTURE = "MoesaicForCausalLM"
-BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
+MODEL = "moesaic.vllm_model:MoesaicForCausalLM"
 
 
 def register() -> None:
@@ -17,4 +18,4 @@ def register() -> None:
     import_module("moesaic.modeling")
     registry = import_module("vllm").ModelRegistry
     if ARCHITECTURE not in registry.get_supported_archs():
-        registry.register_model(ARCHITECTURE, BACKEND)
+        registry.register_model(ARCHITECTURE, MODEL)

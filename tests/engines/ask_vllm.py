@@ -1,9 +1,9 @@
 """Greedy tokens and their log-probabilities from vLLM; runs in the engine's own environment.
 
-python ask_vllm.py MODEL TOKENS PROMPTS.json ANSWERS.json [--remote-code]
+python ask_vllm.py MODEL TOKENS PROMPTS.json ANSWERS.json [--remote-code] [--compiled]
 
 By moesaic's plug-in where that is installed; with --remote-code by the code beside the weights,
-without the plug-in.
+without the plug-in. With --compiled as vLLM compiles models unless told not to.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 BY_REMOTE_CODE = "--remote-code" in sys.argv
+EAGER = "--compiled" not in sys.argv
 if BY_REMOTE_CODE:
     os.environ["VLLM_PLUGINS"] = ""
 
@@ -21,7 +22,7 @@ if __name__ == "__main__":
 
     model, count, prompts, answers = sys.argv[1:5]
     own = {"model_impl": "transformers", "trust_remote_code": True} if BY_REMOTE_CODE else {}
-    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=64, **own)
+    llm = LLM(model, dtype="float32", enforce_eager=EAGER, max_model_len=64, **own)
     with open(prompts) as file:
         asked = [{"prompt_token_ids": ids} for ids in json.load(file)]
     sampling = SamplingParams(temperature=0, max_tokens=int(count), logprobs=1, ignore_eos=True)

@@ -73,9 +73,13 @@ def convert(name: str, dense: Path, root: Path, recipe: str) -> Path:
         method = moesaic.load_method(recipe)
         if recipe == "moesaic-neurons":  # engines are to choose, also where they read a prompt
             method = moesaic.load_method(recipe, {"prompts": "each"})
+        budget: dict[str, Any] = {"layout": "S2A4E8"}
+        if recipe in ("teal", "wina"):  # linear layers that skip inputs
+            budget = {"sparsity": 0.25}
         moesaic.convert(
-            load_model(dense, "float32"), method, "S2A4E8", ids, tokenizer=load_tokenizer(dense),
-            samples=16, sequence_length=64, output=folder, dense_layers=kept,
+            load_model(dense, "float32"), method, calibration=ids,
+            tokenizer=load_tokenizer(dense), samples=16, sequence_length=64, output=folder,
+            dense_layers=kept, **budget,
         )  # fmt: skip
     return folder
 
@@ -318,9 +322,11 @@ def main() -> None:
         engines.fewer_bits()
         for recipe in (
             "cmoe", "moesaic-dynamic", "moesaic-neurons", "flap", "cats", "moefication",
-            "g-moefication", "llama-moe",
+            "g-moefication", "llama-moe", "teal", "wina",
         ):  # fmt: skip
             engines.plug_in(recipe)
+        for recipe in ("cmoe", "moesaic-dynamic", "moesaic-neurons", "teal"):
+            engines.plug_in(recipe, "compiled", "--compiled")
         # Where moesaic is not installed, the code beside the weights is run.
         engines.plug_in("cmoe", "its code", "--remote-code")
         engines.over_http()

@@ -34,8 +34,8 @@ _EXPERTS = (
     "llama.cpp 1.7 to 5.8 and 1.2 to 1.6"
 )
 _NEURONS = (
-    "transformers 1.05 to 1.09 and 0.73 to 0.94 (with a C++ compiler and AVX-512), vLLM "
-    "2.4 and 6.0"
+    "transformers 1.05 to 1.09 and 0.73 to 0.94, vLLM with moesaic beside it 1.07 and 0.86 "
+    "(with a C++ compiler and AVX-512)"
 )
 _STATIC = (
     "transformers 0.91 to 0.95 and 0.93 to 0.96, vLLM 0.80 to 0.88 and 0.82 to 0.94, "

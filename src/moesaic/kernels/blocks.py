@@ -10,6 +10,8 @@ Shape suffixes: T tokens, D hidden_size, R experts, S neurons of the shared expe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -64,8 +66,24 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
         if _places_of(held) != known.places:
             return None  # another thread has just put something else there
         _KNOWN[block] = known
+    return _run(known.call, x_TD)
+
+
+def block_for_good(
+    block: Any, x_TD: Tensor
+) -> Callable[[Tensor], Tensor] | None:
+    """The same as a function of inputs like this one, as few of them.
+
+    It looks at nothing again. So it is for blocks that stay as they are, in an engine.
+    """
+    if gpu.takes(x_TD) or block_forward(block, x_TD) is None:
+        return None
+    return partial(_run, _KNOWN[block].call)
+
+
+def _run(call: Call, x_TD: Tensor) -> Tensor:
     # Other threads may be in the call that is kept.
-    return run(Call.from_buffer_copy(known.call), x_TD)
+    return run(Call.from_buffer_copy(call), x_TD)
 
 
 def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:

@@ -30,6 +30,7 @@ class Description:
 _STOCK = "transformers, vLLM, llama.cpp, as any model of its family"
 _EXPORTED = "transformers, vLLM, llama.cpp, after moesaic export"
 _OURS = "transformers and vLLM, with our architecture"
+_OURS_ON_A_CPU = "transformers, and vLLM on a CPU, with our architecture"
 _TRANSFORMERS = "transformers, with our architecture"
 
 METHODS = {
@@ -96,7 +97,7 @@ METHODS = {
             "teal",
             "moesaic.methods.teal:Teal",
             "Every linear layer reads its inputs of largest magnitude only.",
-            _TRANSFORMERS,
+            _OURS_ON_A_CPU,
             "Liu et al., Training-Free Activation Sparsity in Large Language Models, "
             "ICLR 2025",
             "https://arxiv.org/abs/2408.14690",
@@ -105,7 +106,7 @@ METHODS = {
             "wina",
             "moesaic.methods.wina:Wina",
             "Every linear layer reads the inputs that weigh most in it.",
-            _TRANSFORMERS,
+            _OURS_ON_A_CPU,
             "Chen et al., WINA: Weight Informed Neuron Activation for Accelerating "
             "Large Language Model Inference",
             "https://arxiv.org/abs/2505.19427",
