@@ -52,14 +52,17 @@ class Replaced(nn.Linear):
 class Backend(nn.Module):
     """Stands for vLLM's Transformers backend: linear layers of its own, then weights."""
 
-    quant_config: Any = None
     device_config = SimpleNamespace(device=torch.device("cpu"))
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__()
-        self.model = vllm_config
-        self.quant_config = prefix or None  # nothing else is given here
+        self.vllm_config = vllm_config
+        self.model = vllm_config.model
+        self.quant_config = vllm_config.quant_config
         self.recursive_replace()
+
+    def load_weights(self, weights: Any) -> set[str]:
+        return {name for name, _ in weights}
 
     def recursive_replace(self) -> None:
         for parent in list(self.model.modules()):
@@ -84,14 +87,26 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> Any:
         "vllm.model_executor.models",
         "vllm.model_executor.models.transformers",
         "vllm.platforms",
+        "vllm.forward_context",
     ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     transformers: Any = sys.modules["vllm.model_executor.models.transformers"]
     transformers.TransformersForCausalLM = Backend
     platforms: Any = sys.modules["vllm.platforms"]
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)
+    layers: dict[str, Any] = {}
+    context: Any = sys.modules["vllm.forward_context"]
+    context.get_forward_context = lambda: SimpleNamespace(no_compile_layers=layers)
     yield importlib.import_module("moesaic.vllm_model")
     del sys.modules["moesaic.vllm_model"]
+
+
+def config_of(model: Any, vllm_model: Any, **changed: Any) -> Any:
+    """What the model's class reads of vLLM's configuration."""
+    layers = vllm_model.get_forward_context().no_compile_layers
+    compilation = SimpleNamespace(static_forward_context=layers)
+    given = {"model": model, "quant_config": None, "lora_config": None}
+    return SimpleNamespace(compilation_config=compilation, **given | changed)
 
 
 RECIPES = {
@@ -118,7 +133,8 @@ def test_in_vllm_our_parts_stay_as_they_are(vllm_model: Any, recipe: str) -> Non
     ours = [module for module in model.modules() if isinstance(module, MoesaicReplacement)]
     kept = [type(part) for module in ours for part in module.modules()]
 
-    vllm_model.MoesaicForCausalLM(vllm_config=model)
+    config = config_of(model, vllm_model)
+    served = vllm_model.MoesaicForCausalLM(vllm_config=config)
 
     now = [type(part) for module in ours for part in module.modules()]
     assert now == kept
@@ -127,14 +143,17 @@ def test_in_vllm_our_parts_stay_as_they_are(vllm_model: Any, recipe: str) -> Non
         assert torch.equal(model(ids[:1]).logits, expected)
         for module in ours:
             check_graph(module, model.config.hidden_size)
-    looked_at = [vllm_model._FEW_TOKENS[module] for module in ours]
-    if recipe in BY_KERNEL and own_kernels() is not None and library() is not None:
-        assert None not in looked_at
+    has_kernels = own_kernels() is not None and library() is not None
+    if recipe in BY_KERNEL and has_kernels:
+        assert all(module in vllm_model._FEW_TOKENS for module in ours)
+    served.load_weights([("a", torch.zeros(1))])
+    assert not any(module in vllm_model._FEW_TOKENS for module in ours)
 
 
 def check_graph(module: Any, hidden_size: int) -> None:
     """The module as one operation of a graph, whatever the number of tokens."""
     width = getattr(module, "in_features", hidden_size)
+    torch._dynamo.reset()  # else it counts one module after the other as the same again
     graph = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
     for count in (1, 3, 70):
         x = torch.randn(1, count, width)
@@ -143,15 +162,37 @@ def check_graph(module: Any, hidden_size: int) -> None:
         assert expected.shape[:2] == (1, count)
 
 
-@pytest.mark.parametrize("why", ["quantised", "on a GPU"])
+def test_two_models_in_one_process_are_told_apart(vllm_model: Any) -> None:
+    """By the names in the context of a call, which is one model's."""
+    outputs = []
+    for seed in (0, 1):
+        vllm_model.get_forward_context().no_compile_layers.clear()
+        dense = tiny_model("qwen2", seed)
+        model, _ = moesaic.convert(dense, "cmoe", "S1A3E8", tokens(8, CONTEXT))
+        config = config_of(model.eval(), vllm_model)
+        vllm_model.MoesaicForCausalLM(vllm_config=config)
+        block = model.model.layers[0].mlp
+        x = torch.ones(1, 3, model.config.hidden_size)
+        with torch.no_grad():
+            assert torch.equal(block(x), type(block).forward(block, x))
+            outputs.append(block(x))
+    assert not torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("why", ["quantised", "with adapters", "on a GPU"])
 def test_in_vllm_other_layers_are_its_own(
     vllm_model: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Quantised layers hold their weights otherwise; on a GPU all is vLLM's."""
+    """vLLM reads and changes those; ours would not know."""
+    changed: dict[str, Any] = {
+        "quantised": {"quant_config": "any"},
+        "with adapters": {"lora_config": "any"},
+    }.get(why, {})
     if why == "on a GPU":
         monkeypatch.setattr(vllm_model.current_platform, "is_cpu", lambda: False)
-    prefix = "quantised" if why == "quantised" else ""
     model, _ = moesaic.convert(tiny_model("llama"), "cmoe", "S1A3E8", tokens(8, CONTEXT))
-    vllm_model.MoesaicForCausalLM(vllm_config=model, prefix=prefix)
-    kinds = {type(part) for part in model.model.layers[0].mlp.shared_expert.modules()}
-    assert Replaced in kinds
+    config = config_of(model, vllm_model, **changed)
+    vllm_model.MoesaicForCausalLM(vllm_config=config)
+    block = model.model.layers[0].mlp
+    assert isinstance(block.shared_expert.up_proj, Replaced)
+    assert "forward" not in vars(block)

@@ -3,7 +3,8 @@
 The backend puts its own linear layers into a model and compiles it. Our kernels for a CPU
 read rows and columns of plain layers, and are no part of a compiled graph. So on a CPU our
 parts keep their layers, and the graph calls each of them as one operation, which runs as
-it does in transformers: prompts too. On a GPU all is the backend's.
+it does in transformers: prompts too. On a GPU all is the
+backend's.
 
 vllm_plugin.py names this file to vLLM. It imports vLLM, and so nothing else imports it.
 
@@ -12,14 +13,14 @@ Shape suffixes: T tokens (or B sequences of L tokens), D hidden_size, N outputs.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.platforms import current_platform
 
@@ -42,13 +43,9 @@ WITH_KERNELS = (
     MoesaicThresholdedLinear,
 )
 
-# A graph names a module by its number here: an operation takes no modules. The same model
-# gets the same numbers in every process, so that what was compiled is found again.
-_NUMBERS = itertools.count()
-_MODULES: WeakValueDictionary[int, MoesaicReplacement] = WeakValueDictionary()
 Runs = Callable[[Tensor], Tensor]
-# What runs a module for few tokens; None where none of our kernels does.
-_FEW_TOKENS: WeakKeyDictionary[Any, Runs | None] = WeakKeyDictionary()
+# What runs a module for few tokens, where one of our kernels does.
+_FEW_TOKENS: WeakKeyDictionary[Any, Runs] = WeakKeyDictionary()
 
 
 class MoesaicForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
@@ -56,19 +53,39 @@ class MoesaicForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if current_platform.is_cpu():
-            for module in _with_kernels(self.model):
-                _call_as_one(module)
+        if not self._ours_run():
+            return
+        # Where an operation of a graph finds modules, as it does vLLM's attention.
+        found_by_name = vllm_config.compilation_config.static_forward_context
+        ours = _with_kernels(self.model)
+        for path, module in self.model.named_modules(prefix=prefix):
+            if module in ours:
+                found_by_name[path] = module
+                _call_as_one(module, path)
 
     def recursive_replace(self) -> None:
-        """As the backend does it, but on a CPU for our parts; quantised, for them too."""
-        if self.quant_config is not None or not current_platform.is_cpu():
-            super().recursive_replace()
-            return
-        with _out_of_sight(self.model):
+        """As the backend does it, but for our parts."""
+        if self._ours_run():
+            with _out_of_sight(self.model):
+                super().recursive_replace()
+        else:
             super().recursive_replace()
         for module in _with_kernels(self.model):
             _give_buffers(module, self.device_config.device)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As the backend does it. What was seen of modules may no longer hold."""
+        loaded: set[str] = super().load_weights(weights)
+        for module in _with_kernels(self.model):
+            _FEW_TOKENS.pop(module, None)
+        return loaded
+
+    def _ours_run(self) -> bool:
+        """On a CPU, where vLLM puts nothing into our layers: other numbers, or adapters."""
+        if not current_platform.is_cpu():
+            return False
+        has_adapters = self.vllm_config.lora_config is not None
+        return self.quant_config is None and not has_adapters
 
 
 def _with_kernels(model: nn.Module) -> list[MoesaicReplacement]:
@@ -110,23 +127,21 @@ def _give_buffers(module: nn.Module, device: torch.device) -> None:
                 part._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def _call_as_one(module: MoesaicReplacement) -> None:
+def _call_as_one(module: MoesaicReplacement, name: str) -> None:
     """Makes a graph call this module as one operation."""
-    number = next(_NUMBERS)
-    _MODULES[number] = module
     outputs = getattr(module, "out_features", 0)
 
     def forward(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.moesaic.as_in_transformers(x, number, outputs)
+        y: Tensor = torch.ops.moesaic.as_in_transformers(x, name, outputs)
         return y
 
     module.forward = forward
 
 
 @torch.library.custom_op("moesaic::as_in_transformers", mutates_args=())
-def _as_in_transformers(x: Tensor, number: int, outputs: int) -> Tensor:
-    """What module `number` puts out for x (..., D): (..., outputs), or (..., D) for 0."""
-    module = _MODULES[number]
+def _as_in_transformers(x: Tensor, name: str, outputs: int) -> Tensor:
+    """What a module puts out for x (..., D): (..., outputs), or (..., D) for 0."""
+    module = get_forward_context().no_compile_layers[name]
     x_TD = x.reshape(-1, x.shape[-1])
     if 0 < len(x_TD) <= FEW_TOKENS:
         run = _few_tokens(module, x_TD)
@@ -137,23 +152,21 @@ def _as_in_transformers(x: Tensor, number: int, outputs: int) -> Tensor:
 
 
 def _few_tokens(module: Any, x_TD: Tensor) -> Runs | None:
-    """Our kernel for it. It looks at a module once: vLLM leaves weights where they are."""
-    if module not in _FEW_TOKENS:
-        _FEW_TOKENS[module] = _look_at(module, x_TD)
-    return _FEW_TOKENS[module]
-
-
-def _look_at(module: Any, x_TD: Tensor) -> Runs | None:
-    if own_kernels() is None:
-        return None  # or they are slower on this machine
+    """Our kernel for it. It looks at a module once: weights stay until they are loaded anew."""
+    known = _FEW_TOKENS.get(module)
+    if known is not None or own_kernels() is None:
+        return known  # without kernels, or where they are slower, none
+    looked_at = None
     if isinstance(module, MoesaicNeurons):
-        return neurons_for_good(module, x_TD)
-    if isinstance(module, MoesaicBlock) and module.output_bias is None:
-        return block_for_good(module, x_TD)
-    return None
+        looked_at = neurons_for_good(module, x_TD)
+    elif isinstance(module, MoesaicBlock) and module.output_bias is None:
+        looked_at = block_for_good(module, x_TD)
+    if looked_at is not None:
+        _FEW_TOKENS[module] = looked_at
+    return looked_at
 
 
 @_as_in_transformers.register_fake
-def _(x: Tensor, number: int, outputs: int) -> Tensor:
+def _(x: Tensor, name: str, outputs: int) -> Tensor:
     width = outputs or x.shape[-1]
     return x.new_empty((*x.shape[:-1], width))

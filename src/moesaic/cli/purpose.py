@@ -34,7 +34,7 @@ _EXPERTS = (
     "llama.cpp 1.7 to 5.8 and 1.2 to 1.6"
 )
 _NEURONS = (
-    "transformers 1.05 to 1.09 and 0.73 to 0.94, vLLM with moesaic beside it 1.07 and 0.86 "
+    "transformers 1.05 to 1.09 and 0.73 to 0.94, vLLM with moesaic beside it 1.09 and 0.85 "
     "(with a C++ compiler and AVX-512)"
 )
 _STATIC = (
