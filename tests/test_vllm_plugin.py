@@ -94,9 +94,9 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> Any:
     transformers.TransformersForCausalLM = Backend
     platforms: Any = sys.modules["vllm.platforms"]
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)
-    layers: dict[str, Any] = {}
-    context: Any = sys.modules["vllm.forward_context"]
-    context.get_forward_context = lambda: SimpleNamespace(no_compile_layers=layers)
+    context = SimpleNamespace(no_compile_layers={})
+    contexts: Any = sys.modules["vllm.forward_context"]
+    contexts.get_forward_context = lambda: context
     yield importlib.import_module("moesaic.vllm_model")
     del sys.modules["moesaic.vllm_model"]
 
@@ -162,21 +162,26 @@ def check_graph(module: Any, hidden_size: int) -> None:
         assert expected.shape[:2] == (1, count)
 
 
-def test_two_models_in_one_process_are_told_apart(vllm_model: Any) -> None:
-    """By the names in the context of a call, which is one model's."""
-    outputs = []
+def test_a_graph_finds_the_modules_of_the_model_that_is_called(vllm_model: Any) -> None:
+    """A cached graph may run for a second model: names are looked up in a call's context."""
+    context = vllm_model.get_forward_context()
+    blocks, layers = [], []
     for seed in (0, 1):
-        vllm_model.get_forward_context().no_compile_layers.clear()
+        context.no_compile_layers = {}
         dense = tiny_model("qwen2", seed)
         model, _ = moesaic.convert(dense, "cmoe", "S1A3E8", tokens(8, CONTEXT))
         config = config_of(model.eval(), vllm_model)
         vllm_model.MoesaicForCausalLM(vllm_config=config)
-        block = model.model.layers[0].mlp
-        x = torch.ones(1, 3, model.config.hidden_size)
-        with torch.no_grad():
-            assert torch.equal(block(x), type(block).forward(block, x))
-            outputs.append(block(x))
-    assert not torch.equal(*outputs)
+        blocks.append(model.model.layers[0].mlp)
+        layers.append(context.no_compile_layers)
+    x = torch.ones(1, 3, model.config.hidden_size)
+    graph = torch.compile(blocks[0], backend="eager", fullgraph=True)
+    with torch.no_grad():
+        outputs = [type(block).forward(block, x) for block in blocks]
+        assert not torch.equal(*outputs)
+        for own_layers, expected in zip(layers, outputs, strict=True):
+            context.no_compile_layers = own_layers
+            assert torch.equal(graph(x), expected)
 
 
 @pytest.mark.parametrize("why", ["quantised", "with adapters", "on a GPU"])

@@ -3,17 +3,16 @@
 The backend puts its own linear layers into a model and compiles it. Our kernels for a CPU
 read rows and columns of plain layers, and are no part of a compiled graph. So on a CPU our
 parts keep their layers, and the graph calls each of them as one operation, which runs as
-it does in transformers: prompts too. On a GPU all is the
-backend's.
+it does in transformers: prompts too. On a GPU all is the backend's.
 
 vllm_plugin.py names this file to vLLM. It imports vLLM, and so nothing else imports it.
 
-Shape suffixes: T tokens (or B sequences of L tokens), D hidden_size, N outputs.
+Shape suffixes: T tokens, D inputs of a module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,12 +24,12 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.platforms import current_platform
 
 from moesaic.kernels.blocks import block_for_good
+from moesaic.kernels.inputs import Runs
 from moesaic.kernels.neurons import FEW_TOKENS, neurons_for_good
 from moesaic.modeling import (
     MoesaicBlock,
     MoesaicInt8Neurons,
     MoesaicNeurons,
-    MoesaicReplacement,
     MoesaicThresholdedLinear,
 )
 from moesaic.modeling.replacement_moesaic import own_kernels
@@ -43,7 +42,6 @@ WITH_KERNELS = (
     MoesaicThresholdedLinear,
 )
 
-Runs = Callable[[Tensor], Tensor]
 # What runs a module for few tokens, where one of our kernels does.
 _FEW_TOKENS: WeakKeyDictionary[Any, Runs] = WeakKeyDictionary()
 
@@ -57,9 +55,8 @@ class MoesaicForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
             return
         # Where an operation of a graph finds modules, as it does vLLM's attention.
         found_by_name = vllm_config.compilation_config.static_forward_context
-        ours = _with_kernels(self.model)
         for path, module in self.model.named_modules(prefix=prefix):
-            if module in ours:
+            if _is_ours(module):
                 found_by_name[path] = module
                 _call_as_one(module, path)
 
@@ -70,13 +67,14 @@ class MoesaicForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
                 super().recursive_replace()
         else:
             super().recursive_replace()
-        for module in _with_kernels(self.model):
-            _give_buffers(module, self.device_config.device)
+        for module in self.model.modules():
+            if _is_ours(module):
+                _give_buffers(module, self.device_config.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As the backend does it. What was seen of modules may no longer hold."""
         loaded: set[str] = super().load_weights(weights)
-        for module in _with_kernels(self.model):
+        for module in self.model.modules():
             _FEW_TOKENS.pop(module, None)
         return loaded
 
@@ -88,27 +86,21 @@ class MoesaicForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         return self.quant_config is None and not has_adapters
 
 
-def _with_kernels(model: nn.Module) -> list[MoesaicReplacement]:
-    """Those that choose by their input alone, and not by the ids of tokens."""
-    found = []
-    for module in model.modules():
-        if type(module) not in WITH_KERNELS:
-            continue
-        assert isinstance(module, MoesaicReplacement)
-        routers = module.router_modules().values()
-        if not any(hasattr(router, "token_ids") for router in routers):
-            found.append(module)
-    return found
+def _is_ours(module: Any) -> bool:
+    """Whether kernels run it, and it chooses by its input alone, not by tokens' ids."""
+    if type(module) not in WITH_KERNELS:
+        return False
+    routers = module.router_modules().values()
+    return not any(hasattr(router, "token_ids") for router in routers)
 
 
 @contextmanager
 def _out_of_sight(model: nn.Module) -> Iterator[None]:
     """An empty module in the place of each of ours for a while."""
-    ours = {id(module) for module in _with_kernels(model)}
     places = []
     for parent in model.modules():
         for name, child in parent.named_children():
-            if id(child) in ours:
+            if _is_ours(child):
                 places.append((parent, name, child))
     for parent, name, _ in places:
         setattr(parent, name, nn.Identity())
@@ -127,7 +119,7 @@ def _give_buffers(module: nn.Module, device: torch.device) -> None:
                 part._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def _call_as_one(module: MoesaicReplacement, name: str) -> None:
+def _call_as_one(module: Any, name: str) -> None:
     """Makes a graph call this module as one operation."""
     outputs = getattr(module, "out_features", 0)
 

@@ -10,7 +10,6 @@ Shape suffixes: T tokens, D hidden_size, R experts, S neurons of the shared expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -35,6 +34,7 @@ from moesaic.kernels.experts_fit import (
 )
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
+    Runs,
     are_hooked,
     can_be_read,
     is_plain_inference,
@@ -69,9 +69,7 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     return _run(known.call, x_TD)
 
 
-def block_for_good(
-    block: Any, x_TD: Tensor
-) -> Callable[[Tensor], Tensor] | None:
+def block_for_good(block: Any, x_TD: Tensor) -> Runs | None:
     """The same as a function of inputs like this one, as few of them.
 
     It looks at nothing again. So it is for blocks that stay as they are, in an engine.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from moesaic.kernels import gpu
 
 # By what transformers calls the module; the numbers are those of vectors.h.
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
+
+# A module's kernel that looks at nothing again, as a function of tokens (T, D).
+Runs = Callable[[Tensor], Tensor]
 
 LINE = 64  # bytes that a processor reads at once
 
