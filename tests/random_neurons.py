@@ -50,6 +50,8 @@ def neurons_of(
     if int8:
         fill_rows(neurons.down_proj, generator, dtype)
     chooser.selection_bias = torch.randn(count, generator=generator) / 4
+    if not chooser.reads_gates:
+        chooser.exact_margin = chooser.exact_margin.float()
     set_thresholds(neurons, active)
     return neurons.eval()
 

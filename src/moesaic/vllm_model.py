@@ -24,7 +24,8 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.platforms import current_platform
 
 from moesaic.kernels.blocks import block_for_good
-from moesaic.kernels.inputs import Runs
+from moesaic.kernels.compiled_call import CompiledCall
+from moesaic.kernels.linears import linear_for_good
 from moesaic.kernels.neurons import FEW_TOKENS, neurons_for_good
 from moesaic.modeling import (
     MoesaicBlock,
@@ -43,7 +44,7 @@ WITH_KERNELS = (
 )
 
 # What runs a module for few tokens, where one of our kernels does.
-_FEW_TOKENS: WeakKeyDictionary[Any, Runs] = WeakKeyDictionary()
+_FEW_TOKENS: WeakKeyDictionary[Any, CompiledCall] = WeakKeyDictionary()
 
 
 class MoesaicForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
@@ -138,12 +139,12 @@ def _as_in_transformers(x: Tensor, name: str, outputs: int) -> Tensor:
     if 0 < len(x_TD) <= FEW_TOKENS:
         run = _few_tokens(module, x_TD)
         if run is not None:
-            return run(x_TD).view_as(x)
+            return run(x_TD).view(*x.shape[:-1], -1)
     y: Tensor = type(module).forward(module, x)
     return y
 
 
-def _few_tokens(module: Any, x_TD: Tensor) -> Runs | None:
+def _few_tokens(module: Any, x_TD: Tensor) -> CompiledCall | None:
     """Our kernel for it. It looks at a module once: weights stay until they are loaded anew."""
     known = _FEW_TOKENS.get(module)
     if known is not None or own_kernels() is None:
@@ -153,6 +154,8 @@ def _few_tokens(module: Any, x_TD: Tensor) -> Runs | None:
         looked_at = neurons_for_good(module, x_TD)
     elif isinstance(module, MoesaicBlock) and module.output_bias is None:
         looked_at = block_for_good(module, x_TD)
+    elif isinstance(module, MoesaicThresholdedLinear):
+        looked_at = linear_for_good(module, x_TD)
     if looked_at is not None:
         _FEW_TOKENS[module] = looked_at
     return looked_at

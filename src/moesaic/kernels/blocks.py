@@ -2,45 +2,36 @@
 
 On a CPU by experts_cpu.cpp, on a GPU by blocks_triton.py and prompts_triton.py.
 
-Whether a block is fit for that takes longer to see than a small block to run, and it runs
-for every token: what was seen is kept, and compared with what is there now.
-
 Shape suffixes: T tokens, D hidden_size, R experts, S neurons of the shared expert.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.kernels import gpu
-from moesaic.kernels.experts_call import (
-    Call,
-    call_of,
-    first_matrix,
-    laid_out,
-    run,
-)
+from moesaic.kernels.compiled_call import CompiledCall
+from moesaic.kernels.experts_call import call_of, first_matrix, laid_out
 from moesaic.kernels.experts_fit import (
     experts_learn,
     fits,
     fits_gpu,
     is_grouped_faster,
-    is_offloaded,
 )
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
-    Runs,
+    LEARNT,
     are_hooked,
     can_be_read,
     is_plain_inference,
     learns,
     rows_side_by_side,
 )
+from moesaic.kernels.seen import Known, Seen
 
 
 def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
@@ -53,35 +44,25 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     """
     if gpu.takes(x_TD):
         return _on_gpu(block, x_TD)
-    if x_TD.device.type != "cpu" or not is_plain_inference(x_TD):
+    if not x_TD.is_cpu or not is_plain_inference(x_TD):
         return None
     known = _KNOWN.get(block)
-    held = _held(known)  # so that no other thread frees what is read here
-    if known is None or not _still_holds(known, held, block, x_TD):
-        _KNOWN.pop(block, None)
+    if known is None or not _still_holds(known, block, x_TD):
         if not _is_plain(block, x_TD) or not fits(block.experts, x_TD):
             return None
         known = _look_at(block, x_TD)
-        held = _held(known)
-        if _places_of(held) != known.places:
-            return None  # another thread has just put something else there
         _KNOWN[block] = known
-    return _run(known.call, x_TD)
+    return known.run(x_TD)
 
 
-def block_for_good(block: Any, x_TD: Tensor) -> Runs | None:
+def block_for_good(block: Any, x_TD: Tensor) -> CompiledCall | None:
     """The same as a function of inputs like this one, as few of them.
 
     It looks at nothing again. So it is for blocks that stay as they are, in an engine.
     """
     if gpu.takes(x_TD) or block_forward(block, x_TD) is None:
         return None
-    return partial(_run, _KNOWN[block].call)
-
-
-def _run(call: Call, x_TD: Tensor) -> Tensor:
-    # Other threads may be in the call that is kept.
-    return run(Call.from_buffer_copy(call), x_TD)
+    return _KNOWN[block].run
 
 
 def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
@@ -124,111 +105,44 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
     )
 
 
-class _Known(NamedTuple):
-    """What to call a block with that was found fit, and how to see that it still is."""
-
-    call: Call
-    # Of every module its parts, and as they were.
-    kept: list[tuple[dict[str, Any], dict[str, Any]]]
-    modules: list[
-        nn.Module
-    ]  # without the block itself, which would never be freed
-    tensors: list[Tensor]
-    places: list[tuple[Any, ...]]  # of the tensors in memory
-    settings: tuple[Any, ...]
+_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 
 
-_KNOWN: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+def _still_holds(known: Known, block: Any, x_TD: Tensor) -> bool:
+    """Whether a block is as it was, and the kernel the way for such an input."""
+    if torch.is_grad_enabled():
+        return False  # it may learn by this call
+    if not known.seen.is_as_it_was(x_TD):
+        return False
+    return not is_grouped_faster(block._modules["experts"], x_TD)
 
 
-def _look_at(block: Any, x_TD: Tensor) -> _Known:
+def _look_at(block: Any, x_TD: Tensor) -> Known:
     """A block for which `_is_plain` holds. W_down is laid out anew here."""
     router = block.router
+    experts = block.experts
     given = {
         "bias_R": router.selection_bias,
         "scale_R": router.expert_scale,
         **_router_matrices(router),
     }
+    depends_on = [
+        *((router, name) for name in ("chooser", "num_active", "absolute")),
+        *((experts, name) for name in ("neurons", "has_gate", "has_bias")),
+        (experts, LEARNT),
+        (experts, "_hf_hook"),
+    ]
     shared = block.shared_expert
     if shared is not None:
-        down_DS = shared.down_proj.weight
         given["shared_up_SD"] = laid_out(shared.up_proj.weight)
-        given["shared_down_SD"] = rows_side_by_side(down_DS)
+        given["shared_down_SD"] = rows_side_by_side(shared.down_proj.weight)
         if shared.gate_proj is not None:
             given["shared_gate_SD"] = laid_out(shared.gate_proj.weight)
-    rows_side_by_side(block.experts.down_proj)
-    laid_out(first_matrix(block.experts))
-    modules = _parts_of(block)
-    kept = []
-    tensors: list[Tensor] = []
-    for module in [block, *modules]:
-        for parts in (module._modules, module._parameters, module._buffers):
-            kept.append((parts, dict(parts)))
-            tensors += [
-                part for part in parts.values() if isinstance(part, Tensor)
-            ]
-    places = _places_of([tensor.data for tensor in tensors])
-    call = call_of(block.experts, router.num_active, given)
-    call.copies = "score_proj" not in router._modules
-    call.absolute = getattr(router, "absolute", False)
-    settings = _settings_of(block, modules, x_TD)
-    return _Known(call, kept, modules, tensors, places, settings)
-
-
-def _held(known: _Known | None) -> list[Tensor]:
-    """Its tensors as they lie, which stay in memory as long as this list."""
-    if known is None:
-        return []
-    return [tensor.data for tensor in known.tensors]
-
-
-def _places_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
-    return [
-        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        for tensor in tensors
-    ]
-
-
-def _settings_of(
-    block: Any, modules: list[nn.Module], x_TD: Tensor
-) -> tuple[Any, ...]:
-    """What else a block's call depends on."""
-    parts = block._modules
-    router = vars(parts["router"])
-    experts = vars(parts["experts"])
-    return (
-        router["chooser"],
-        router["num_active"],
-        router.get("absolute"),
-        *(experts.get(name) for name in ("neurons", "has_gate", "has_bias")),
-        type(block),
-        *map(type, modules),
-        x_TD.dtype,
-        x_TD.device.type,
-        x_TD.shape[1:],
-    )
-
-
-def _still_holds(
-    known: _Known, held: list[Tensor], block: Any, x_TD: Tensor
-) -> bool:
-    """Whether a block is as it was, and this input for the kernel too."""
-    for parts, before in known.kept:
-        if len(parts) != len(before):
-            return False
-        for name, part in parts.items():
-            if before.get(name) is not part:
-                return False
-    if _settings_of(block, known.modules, x_TD) != known.settings:
-        return False
-    if _places_of(held) != known.places or are_hooked(known.modules):
-        return False
-    experts = block._modules["experts"]
-    if experts_learn(experts) or is_offloaded(experts):
-        return False
-    if _shared_learns(block._modules.get("shared_expert")):
-        return False
-    return not is_grouped_faster(experts, x_TD)
+        depends_on.append((shared.down_proj, LEARNT))
+    run = call_of(experts, router.num_active, given, x_TD.dtype)
+    run.struct.copies = "score_proj" not in router._modules
+    run.struct.absolute = getattr(router, "absolute", False)
+    return Known(Seen(block, x_TD, depends_on), run)
 
 
 def _is_plain(block: Any, x_TD: Tensor) -> bool:
@@ -239,7 +153,8 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
     router = block.router
     if type(block) is not MoesaicBlock:  # others add to what it does
         return False
-    if _shared_learns(block.shared_expert):
+    # Both are asked, since that marks those that learn by this call.
+    if any([experts_learn(block.experts), _shared_learns(block.shared_expert)]):
         return False
     if not _is_known_router(router, block.experts):
         return False

@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesaic.kernels import gpu
 from moesaic.kernels.blocks import block_forward
-from moesaic.kernels.experts_call import call_of, first_matrix, run
+from moesaic.kernels.experts_call import call_of, first_matrix
 from moesaic.kernels.experts_fit import fits, fits_gpu
 from moesaic.kernels.inputs import ACTIVATIONS
 from moesaic.kernels.linears import linear_forward
@@ -62,7 +62,8 @@ def experts_forward(
     index_TK = top_k_index.to(torch.int64).contiguous()
     gate_TK = top_k_weights.to(torch.float32).contiguous()
     given = {"index_TK": index_TK, "gate_TK": gate_TK}
-    return run(call_of(experts, index_TK.shape[1], given), hidden_states)
+    dtype = hidden_states.dtype
+    return call_of(experts, index_TK.shape[1], given, dtype)(hidden_states)
 
 
 def _on_gpu(

@@ -1,4 +1,4 @@
-"""What the compiled function of experts_cpu.cpp is given, and its call.
+"""What the compiled function of experts_cpu.cpp is given.
 
 Shape suffixes: T tokens, D hidden_size, R experts, K of them for a token, M neurons of
 one, N rows of an expert's first matrix, S neurons of the shared expert.
@@ -13,15 +13,10 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.build import library
+from moesaic.kernels.compiled_call import CompiledCall
 from moesaic.kernels.inputs import ACTIVATIONS, on_lines, rows_side_by_side
 
-FUNCTIONS = {
-    torch.float32: "moesaic_experts_float32",
-    torch.bfloat16: "moesaic_experts_bfloat16",
-}
 _POINTERS = (
-    "x_TD",
-    "out_TD",
     "first_RND",
     "down_RMD",
     "index_TK",
@@ -34,8 +29,8 @@ _POINTERS = (
     "shared_up_SD",
     "shared_down_SD",
 )
-_SIZES = ("tokens", "K", "R", "M", "used", "D", "S")
-_SWITCHES = ("gated", "activation", "threads", "copies", "absolute")
+_SIZES = ("K", "R", "M", "used", "D", "S")
+_SWITCHES = ("gated", "activation", "copies", "absolute")
 
 
 class Call(ctypes.Structure):
@@ -48,8 +43,10 @@ class Call(ctypes.Structure):
     ]
 
 
-def call_of(experts: Any, num_active: int, given: dict[str, Tensor]) -> Call:
-    """The struct for these experts, but for their input; `given` are fields of it."""
+def call_of(
+    experts: Any, num_active: int, given: dict[str, Tensor], dtype: torch.dtype
+) -> CompiledCall:
+    """The compiled function for these experts; `given` are fields of its struct."""
     first_RND = laid_out(first_matrix(experts))
     down_RMD = rows_side_by_side(experts.down_proj)
     count, neurons, hidden = down_RMD.shape
@@ -67,7 +64,7 @@ def call_of(experts: Any, num_active: int, given: dict[str, Tensor]) -> Call:
         setattr(call, name, tensor.data_ptr())
     if "shared_up_SD" in given:
         call.S = len(given["shared_up_SD"])
-    return call
+    return CompiledCall("experts", call, dtype, hidden)
 
 
 def laid_out(matrix: Any) -> Tensor:
@@ -83,17 +80,3 @@ def laid_out(matrix: Any) -> Tensor:
 def first_matrix(experts: Any) -> Any:
     """Gate and up of every expert, or up alone."""
     return experts.gate_up_proj if experts.has_gate else experts.up_proj
-
-
-def run(call: Call, hidden_states: Tensor) -> Tensor:
-    """Calls the compiled function, (T, D)."""
-    x_TD = hidden_states.contiguous()
-    y_TD = torch.empty_like(x_TD)
-    call.x_TD = x_TD.data_ptr()
-    call.out_TD = y_TD.data_ptr()
-    call.tokens = len(x_TD)
-    call.threads = torch.get_num_threads()
-    compiled = library()
-    assert compiled is not None  # or it would not fit
-    getattr(compiled, FUNCTIONS[x_TD.dtype])(ctypes.byref(call))
-    return y_TD

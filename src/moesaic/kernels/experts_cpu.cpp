@@ -618,11 +618,9 @@ void route(const Router<T>& router, const T* x_TD, int64_t* index_TK, float* gat
   }
 }
 
-// What Python hands over; an expert's matrices are laid out as transformers has them, but
-// W_down, which is (R, M, D) in memory.
+// What Python hands over beside the tokens; an expert's matrices are laid out as
+// transformers has them, but W_down, which is (R, M, D) in memory.
 struct Call {
-  const void* x_TD;
-  void* out_TD;
   const void* first_RND;
   const void* down_RMD;
   const int64_t* index_TK;  // with gate_TK, where no router is given
@@ -634,15 +632,15 @@ struct Call {
   const void* shared_gate_SD;
   const void* shared_up_SD;
   const void* shared_down_SD;
-  int64_t tokens, K, R, M, used, D, S;
-  int32_t gated, activation, threads, copies, absolute;
+  int64_t K, R, M, used, D, S;
+  int32_t gated, activation, copies, absolute;
 };
 
 template <typename T>
-void run_call(const Call& call) {
+void run_call(const Call& call, const T* x_TD, T* out_TD, int64_t tokens, int threads) {
   const Expert<T> shared{(const T*)call.shared_gate_SD, (const T*)call.shared_up_SD,
                          (const T*)call.shared_down_SD, call.S};
-  const Experts<T> experts{(const T*)call.x_TD,
+  const Experts<T> experts{x_TD,
                            (const T*)call.first_RND,
                            (const T*)call.down_RMD,
                            call.R,
@@ -657,8 +655,8 @@ void run_call(const Call& call) {
   std::vector<int64_t> chosen;
   Lines<float> gates;
   if (call.router_RD) {
-    chosen.resize(call.tokens * call.K);
-    gates.resize(call.tokens * call.K);
+    chosen.resize(tokens * call.K);
+    gates.resize(tokens * call.K);
     const Router<T> router{(const T*)call.router_RD,
                            (const T*)call.router_gate_RD,
                            call.bias_R,
@@ -668,16 +666,23 @@ void run_call(const Call& call) {
                            call.copies != 0,
                            call.absolute != 0,
                            call.activation};
-    route(router, (const T*)call.x_TD, chosen.data(), gates.data(), call.tokens, call.K,
-          call.threads);
+    route(router, x_TD, chosen.data(), gates.data(), tokens, call.K, threads);
     index_TK = chosen.data();
     gate_TK = gates.data();
   }
-  run_experts(experts, index_TK, gate_TK, (T*)call.out_TD, call.tokens, call.K, call.threads);
+  run_experts(experts, index_TK, gate_TK, out_TD, tokens, call.K, threads);
 }
 
 }  // namespace
 
-extern "C" void moesaic_experts_float32(const Call* call) { run_call<float>(*call); }
-extern "C" void moesaic_experts_bfloat16(const Call* call) { run_call<bf16>(*call); }
+extern "C" void moesaic_experts_float32(const Call* call, const void* x_TD, void* out_TD,
+    int64_t tokens, int32_t threads) {
+  run_call<float>(*call, (const float*)x_TD, (float*)out_TD, tokens, threads);
+}
+
+extern "C" void moesaic_experts_bfloat16(const Call* call, const void* x_TD, void* out_TD,
+    int64_t tokens, int32_t threads) {
+  run_call<bf16>(*call, (const bf16*)x_TD, (bf16*)out_TD, tokens, threads);
+}
+
 extern "C" int32_t moesaic_has_tiles() { return tiles_are_there(); }

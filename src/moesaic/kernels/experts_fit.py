@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from moesaic.kernels.build import library
-from moesaic.kernels.experts_call import FUNCTIONS, first_matrix
+from moesaic.kernels.compiled_call import DTYPES
+from moesaic.kernels.experts_call import first_matrix
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
     are_hooked,
@@ -61,7 +62,7 @@ def is_usual(experts: Any, x_TD: Tensor) -> bool:
         return False
     if are_hooked(experts.children()):
         return False
-    if x_TD.dtype not in FUNCTIONS or not is_plain_inference(x_TD):
+    if x_TD.dtype not in DTYPES or not is_plain_inference(x_TD):
         return False
     first_RND = first_matrix(experts)
     if not can_be_read([first_RND, experts.down_proj], x_TD):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 FEW_TOKENS = 64  # of which experts_triton.py takes no more at once
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +26,7 @@ _too_large: set[str] = set()  # somewhere, said once
 
 def takes(x_TD: Tensor) -> bool:
     """Whether Triton runs where this tensor lies."""
-    if x_TD.device.type == "cuda":
-        return True
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    return interprets and x_TD.device.type == "cpu"
+    return x_TD.is_cuda or (INTERPRETED and x_TD.is_cpu)
 
 
 def call(name: str, x_TD: Tensor, *others: Any) -> Tensor | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,12 +22,9 @@ from moesaic.kernels import gpu
 # By what transformers calls the module; the numbers are those of vectors.h.
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
 
-# A module's kernel that looks at nothing again, as a function of tokens (T, D).
-Runs = Callable[[Tensor], Tensor]
-
 LINE = 64  # bytes that a processor reads at once
 
-_LEARNT = "_moesaic_has_learnt"
+LEARNT = "_moesaic_has_learnt"  # an attribute of modules that have
 _WATCHED = "_moesaic_watches"
 
 _LAYING_OUT = threading.Lock()  # another thread may read what lies there now
@@ -35,16 +32,16 @@ _LAYING_OUT = threading.Lock()  # another thread may read what lies there now
 
 def is_plain_inference(x_TD: Tensor) -> bool:
     """Whether an input is a plain tensor, and nothing else watches what becomes of it."""
-    device = x_TD.device.type
-    if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
+    if type(x_TD) is not Tensor or not (x_TD.is_cpu or x_TD.is_cuda):
         return False
-    if torch.compiler.is_compiling() and not gpu.takes(x_TD):
-        return False  # what is not an op of torch stands in no graph
+    if torch.is_autocast_enabled(x_TD.device.type):
+        return False
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    if not torch.compiler.is_compiling() and _is_watched(x_TD):
-        return False
-    return type(x_TD) is Tensor
+    if torch.compiler.is_compiling():
+        # What is not an op of torch stands in no graph.
+        return gpu.takes(x_TD)
+    return not _is_watched(x_TD)
 
 
 def _is_watched(x_TD: Tensor) -> bool:
@@ -52,11 +49,14 @@ def _is_watched(x_TD: Tensor) -> bool:
 
     A kernel of ours would be left out of that.
     """
-    modes = _get_current_dispatch_mode_stack()
-    if any(not getattr(mode, "leaves_kernels", False) for mode in modes):
-        return True
+    if torch._C._len_torch_dispatch_stack():
+        modes = _get_current_dispatch_mode_stack()
+        if any(not getattr(mode, "leaves_kernels", False) for mode in modes):
+            return True
     if is_functorch_wrapped_tensor(x_TD):
         return True
+    if forward_ad._current_level < 0:
+        return False
     return forward_ad.unpack_dual(x_TD).tangent is not None
 
 
@@ -95,9 +95,9 @@ def learns(module: Any, matrix: str = "weight") -> bool:
     """
     marks = vars(module)
     if not torch.is_grad_enabled():
-        return _LEARNT in marks
+        return LEARNT in marks
     if module.training:
-        marks[_LEARNT] = True
+        marks[LEARNT] = True
     elif not torch.compiler.is_compiling():
         _mark_when_it_learns(module, module._parameters.get(matrix))
     return True
@@ -116,7 +116,7 @@ def _mark_when_it_learns(module: Any, parameter: Any) -> None:
     def mark(_: Tensor) -> None:
         found = reference()
         if found is not None:
-            vars(found)[_LEARNT] = True
+            vars(found)[LEARNT] = True
 
     parameter.register_post_accumulate_grad_hook(mark)
 

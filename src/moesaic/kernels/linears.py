@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import ctypes
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.kernels.build import library
+from moesaic.kernels.compiled_call import DTYPES, CompiledCall
 from moesaic.kernels.inputs import (
     is_plain_inference,
     learns,
     rows_side_by_side,
 )
+from moesaic.kernels.seen import Known, Seen
 
-FEW_TOKENS = (
-    4  # each reads columns of its own: more of them are faster together
-)
-FUNCTIONS = {
-    torch.float32: "moesaic_linear_float32",
-    torch.bfloat16: "moesaic_linear_bfloat16",
-}
+# Each reads columns of its own: more of them are faster together.
+FEW_TOKENS = 4
 
 
 class _Call(ctypes.Structure):
@@ -33,12 +31,13 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("x_TI", "out_TN", "weight_IN", "bias_N", "scale_I")
+            for name in ("weight_IN", "bias_N", "scale_I", "threshold")
         ),
-        *((name, ctypes.c_int64) for name in ("tokens", "I", "N")),
-        ("threshold", ctypes.c_float),
-        ("threads", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("I", "N")),
     ]
+
+
+_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 
 
 def linear_forward(linear: Any, x_TI: Tensor) -> Tensor | None:
@@ -47,40 +46,48 @@ def linear_forward(linear: Any, x_TI: Tensor) -> Tensor | None:
     Reads the columns of the inputs that count, for each token its own. The weight is
     laid out anew, column by column, the first time: its values and shape stay.
     """
-    if not _fits(linear, x_TI):
+    # Asked first: whatever the input is, the weight may learn by it.
+    if learns(linear) or not 0 < len(x_TI) <= FEW_TOKENS:
         return None
-    x_TI = x_TI.contiguous()
-    tokens, inputs = x_TI.shape
-    outputs = linear.weight.shape[0]
-    y_TN = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
+    if not x_TI.is_cpu or not is_plain_inference(x_TI):
+        return None
+    known = _KNOWN.get(linear)
+    if known is None or not known.seen.is_as_it_was(x_TI):
+        if not _fits(linear, x_TI):
+            return None
+        known = _look_at(linear, x_TI)
+        _KNOWN[linear] = known
+    return known.run(x_TI)
+
+
+def linear_for_good(linear: Any, x_TI: Tensor) -> CompiledCall | None:
+    """The same as a function of inputs like this one, of FEW_TOKENS at most.
+
+    It looks at nothing again. So it is for modules that stay as they are, in an engine.
+    """
+    if linear_forward(linear, x_TI) is None:
+        return None
+    return _KNOWN[linear].run
+
+
+def _look_at(linear: Any, x_TI: Tensor) -> Known:
+    outputs, inputs = linear.weight.shape
     given = {
-        "x_TI": x_TI,
-        "out_TN": y_TN,
         "weight_IN": rows_side_by_side(linear.weight),
         "bias_N": linear.bias,
         "scale_I": linear.input_scale,
+        "threshold": linear.threshold,
     }
-    call = _Call(
-        tokens=tokens,
-        I=inputs,
-        N=outputs,
-        threshold=linear.threshold.item(),
-        threads=torch.get_num_threads(),
-    )
+    call = _Call(I=inputs, N=outputs)
     for name, tensor in given.items():
         if tensor is not None:
             setattr(call, name, tensor.data_ptr())
-    compiled = library()
-    assert compiled is not None  # or it would not fit
-    getattr(compiled, FUNCTIONS[x_TI.dtype])(ctypes.byref(call))
-    return y_TN
+    run = CompiledCall("linear", call, x_TI.dtype, outputs)
+    return Known(Seen(linear, x_TI), run)
 
 
 def _fits(linear: Any, x_TI: Tensor) -> bool:
-    # Asked first: whatever the input is, the weight may learn by it.
-    if learns(linear) or not 0 < len(x_TI) <= FEW_TOKENS:
-        return False
-    if x_TI.dtype not in FUNCTIONS or not is_plain_inference(x_TI):
+    if x_TI.dtype not in DTYPES or x_TI.shape[1] != linear.weight.shape[1]:
         return False
     for parameter in (linear.weight, linear.bias):
         if parameter is None:
@@ -90,8 +97,6 @@ def _fits(linear: Any, x_TI: Tensor) -> bool:
         if parameter.device.type != "cpu":
             return False
     if linear.bias is not None and not linear.bias.is_contiguous():
-        return False
-    if x_TI.device.type != "cpu" or x_TI.shape[1] != linear.weight.shape[1]:
         return False
     for vector in (linear.input_scale, linear.threshold):
         # A cast of the whole model takes them along.

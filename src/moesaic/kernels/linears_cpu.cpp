@@ -13,16 +13,13 @@ namespace {
 
 constexpr int64_t ALIGNED = 2 * LANES;  // outputs that threads divide among themselves
 
-// What Python hands over.
+// What Python hands over beside the tokens.
 struct Call {
-  const void* x_TI;
-  void* out_TN;
   const void* weight_IN;
   const void* bias_N;
   const float* scale_I;
-  int64_t tokens, I, N;
-  float threshold;
-  int32_t threads;
+  const float* threshold;
+  int64_t I, N;
 };
 
 // Inputs of a token that are large enough, and their columns.
@@ -33,11 +30,12 @@ struct Kept {
 
   Kept(const T* x_I, const Call& call) {
     const T* weight_IN = (const T*)call.weight_IN;
+    const float threshold = *call.threshold;
     columns.reserve(call.I + LANES);
     x.reserve(call.I + LANES);
     for (int64_t i = 0; i < call.I; i++) {
       const float value = number(x_I[i]);
-      if (!(std::fabs(value) * call.scale_I[i] > call.threshold)) continue;
+      if (!(std::fabs(value) * call.scale_I[i] > threshold)) continue;
       columns.push_back(weight_IN + i * call.N);
       x.push_back(value);
     }
@@ -59,21 +57,21 @@ struct Kept {
 };
 
 template <typename T>
-void run_linear(const Call& call) {
+void run_linear(const Call& call, const T* x_TI, T* out_TN, int64_t tokens, int threads) {
   const int64_t N = call.N;
-#pragma omp parallel num_threads(call.threads)
+#pragma omp parallel num_threads(threads)
   {
     const Part mine((N + ALIGNED - 1) / ALIGNED);
     const int64_t begin = mine.begin * ALIGNED;
     const int64_t end = std::min(mine.end * ALIGNED, N);
     std::vector<float> y(N);
-    for (int64_t t = 0; t < call.tokens; t++) {
-      const Kept<T> kept((const T*)call.x_TI + t * call.I, call);
+    for (int64_t t = 0; t < tokens; t++) {
+      const Kept<T> kept(x_TI + t * call.I, call);
       std::fill(y.begin(), y.end(), 0.0f);
       kept.add(begin, end, y.data());
       for (int64_t n = begin; n < end; n++) {
         const float bias = call.bias_N ? number(((const T*)call.bias_N)[n]) : 0.0f;
-        put((T*)call.out_TN + t * N + n, y[place<T>(n, N)] + bias);
+        put(out_TN + t * N + n, y[place<T>(n, N)] + bias);
       }
     }
   }
@@ -81,5 +79,12 @@ void run_linear(const Call& call) {
 
 }  // namespace
 
-extern "C" void moesaic_linear_float32(const Call* call) { run_linear<float>(*call); }
-extern "C" void moesaic_linear_bfloat16(const Call* call) { run_linear<bf16>(*call); }
+extern "C" void moesaic_linear_float32(const Call* call, const void* x_TI, void* out_TN,
+    int64_t tokens, int32_t threads) {
+  run_linear<float>(*call, (const float*)x_TI, (float*)out_TN, tokens, threads);
+}
+
+extern "C" void moesaic_linear_bfloat16(const Call* call, const void* x_TI, void* out_TN,
+    int64_t tokens, int32_t threads) {
+  run_linear<bf16>(*call, (const bf16*)x_TI, (bf16*)out_TN, tokens, threads);
+}

@@ -11,7 +11,6 @@ groups of inputs.
 from __future__ import annotations
 
 import ctypes
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,23 +19,16 @@ from torch import Tensor, nn
 
 from moesaic.kernels import gpu
 from moesaic.kernels.build import library
+from moesaic.kernels.compiled_call import DTYPES, CompiledCall
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
-    Runs,
     are_hooked,
     can_be_read,
     is_plain_inference,
 )
+from moesaic.kernels.seen import Known, Seen
 
 FEW_TOKENS = 4  # each reads rows of its own: more of them are faster together
-FUNCTIONS = {
-    torch.float32: "moesaic_neurons_float32",
-    torch.bfloat16: "moesaic_neurons_bfloat16",
-}
-COPY_FUNCTIONS = {
-    torch.float32: "moesaic_copy_float32",
-    torch.bfloat16: "moesaic_copy_bfloat16",
-}
 _NEURONS = (
     "gate_FD",
     "up_FD",
@@ -59,7 +51,7 @@ _INT8_NEURONS = (
     "up_rest_scales_FG",
     "down_scales_FG",
 )
-_POINTERS = ("x_TD", "out_TD", *_NEURONS, *_INT8_NEURONS)
+_POINTERS = (*_NEURONS, *_INT8_NEURONS, "margin")
 
 
 class _Call(ctypes.Structure):
@@ -67,17 +59,12 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in ("tokens", "F", "D")),
-        ("margin", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("bits", "activation", "threads")),
+        *((name, ctypes.c_int64) for name in ("F", "D")),
+        *((name, ctypes.c_int32) for name in ("bits", "activation")),
     ]
 
 
-# For each module where its tensors lay when it was looked at, their dtype and activation,
-# and what to call with, or None where it is not for the kernel.
-_KNOWN: WeakKeyDictionary[Any, tuple[list[int], Any, _Call | None]] = (
-    WeakKeyDictionary()
-)
+_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 
 
 def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
@@ -88,45 +75,28 @@ def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
     """
     if not 0 < len(x_TD) <= FEW_TOKENS or torch.is_grad_enabled():
         return None
-    if x_TD.dtype not in FUNCTIONS or not is_plain_inference(x_TD):
-        return None
-    if x_TD.ndim != 2 or x_TD.shape[1] != neurons.block.hidden_size:
+    if not is_plain_inference(x_TD) or x_TD.ndim != 2:
         return None
     if gpu.takes(x_TD):
         return _on_gpu(neurons, x_TD)
-    call = _call_of(neurons, x_TD)
-    if call is None or are_hooked(_parts_of(neurons)):
-        return None
-    if call.bits:
-        call.margin = neurons.router.exact_margin.item()
-    return _run(call, x_TD)
+    known = _KNOWN.get(neurons)
+    if known is None or not known.seen.is_as_it_was(x_TD):
+        tensors = _tensors(neurons)
+        if not _fits(neurons, tensors, x_TD) or library() is None:
+            return None
+        known = _look_at(neurons, tensors, x_TD)
+        _KNOWN[neurons] = known
+    return known.run(x_TD)
 
 
-def neurons_for_good(neurons: Any, x_TD: Tensor) -> Runs | None:
+def neurons_for_good(neurons: Any, x_TD: Tensor) -> CompiledCall | None:
     """The same as a function of inputs like this one, of FEW_TOKENS at most.
 
     It looks at nothing again. So it is for modules that stay as they are, in an engine.
-    Where caches are full of weights, looking takes two thirds as long as running.
     """
     if gpu.takes(x_TD) or neurons_forward(neurons, x_TD) is None:
         return None
-    _, _, call = _KNOWN[neurons]
-    assert call is not None  # or it would not have run
-    return partial(_run, call)
-
-
-def _run(call: _Call, x_TD: Tensor) -> Tensor:
-    x_TD = x_TD.contiguous()
-    y_TD = torch.empty_like(x_TD)
-    call = _Call.from_buffer_copy(call)  # other threads may be in it
-    call.x_TD = x_TD.data_ptr()
-    call.out_TD = y_TD.data_ptr()
-    call.tokens = len(x_TD)
-    call.threads = torch.get_num_threads()
-    compiled = library()
-    assert compiled is not None  # or there would be no call
-    getattr(compiled, FUNCTIONS[x_TD.dtype])(ctypes.byref(call))
-    return y_TD
+    return _KNOWN[neurons].run
 
 
 def copy_weight(copy: Any) -> Tensor | None:
@@ -137,9 +107,9 @@ def copy_weight(copy: Any) -> Tensor | None:
     planes_BFP = copy.planes_first()
     scales_FG = copy.scales
     dtype = scales_FG.dtype
-    if dtype not in COPY_FUNCTIONS or not is_plain_inference(scales_FG):
+    if dtype not in DTYPES or not is_plain_inference(scales_FG):
         return None
-    if scales_FG.device.type != "cpu":
+    if not scales_FG.is_cpu:
         return None
     if not _lies_as(copy.planes, torch.uint8) or not _lies_as(scales_FG, dtype):
         return None
@@ -148,7 +118,7 @@ def copy_weight(copy: Any) -> Tensor | None:
         return None
     shape = (copy.out_features, copy.in_features)
     weight_FD = torch.empty(shape, dtype=dtype, device=scales_FG.device)
-    getattr(compiled, COPY_FUNCTIONS[dtype])(
+    getattr(compiled, f"moesaic_copy_{DTYPES[dtype]}")(
         *(
             ctypes.c_void_p(tensor.data_ptr())
             for tensor in (planes_BFP, scales_FG, weight_FD)
@@ -169,44 +139,30 @@ def _on_gpu(neurons: Any, x_TD: Tensor) -> Tensor | None:
     tensors = _tensors(neurons)
     if "down_scales_FG" in tensors:
         return None
-    if not _fits(neurons, tensors, x_TD) or are_hooked(_parts_of(neurons)):
+    if not _fits(neurons, tensors, x_TD):
         return None
     return gpu.call(
         "neurons",
         x_TD.contiguous(),
-        *(tensors.get(name) for name in _NEURONS),
-        getattr(neurons.router, "exact_margin", None),
+        *(tensors.get(name) for name in (*_NEURONS, "margin")),
         ACTIVATIONS[type(neurons.act_fn).__name__],
     )
 
 
-def _call_of(neurons: Any, x_TD: Tensor) -> _Call | None:
-    """The struct for this module, but for its input and output; None where it is not fit.
-
-    Looked at again only where a tensor lies elsewhere: a module is called for every
-    token, and to look takes as long as to read half a megabyte of weights.
-    """
-    tensors = _tensors(neurons)
-    pointers = [
-        0 if tensor is None else tensor.data_ptr()
-        for tensor in tensors.values()
-    ]
-    kinds = (x_TD.dtype, *_activations(neurons))
-    known = _KNOWN.get(neurons)
-    if known is not None:
-        known_pointers, known_kinds, call = known
-        if known_pointers == pointers and known_kinds == kinds:
-            return call
-    call = None
-    if _fits(neurons, tensors, x_TD) and library() is not None:
-        call = _Call(F=neurons.sizes.num_routed, D=x_TD.shape[1])
-        call.activation = ACTIVATIONS[type(neurons.act_fn).__name__]
-        if not neurons.router.reads_gates:
-            call.bits = neurons.router.gate_copy.bits
-        for name, pointer in zip(tensors, pointers, strict=True):
-            setattr(call, name, pointer)
-    _KNOWN[neurons] = (pointers, kinds, call)
-    return call
+def _look_at(
+    neurons: Any, tensors: dict[str, Tensor | None], x_TD: Tensor
+) -> Known:
+    """Neurons with these tensors, which fit."""
+    hidden = x_TD.shape[1]
+    call = _Call(F=neurons.sizes.num_routed, D=hidden)
+    call.activation = ACTIVATIONS[type(neurons.act_fn).__name__]
+    if not neurons.router.reads_gates:
+        call.bits = neurons.router.gate_copy.bits
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            setattr(call, name, tensor.data_ptr())
+    run = CompiledCall("neurons", call, x_TD.dtype, hidden)
+    return Known(Seen(neurons, x_TD), run)
 
 
 def _activations(neurons: Any) -> tuple[type, type]:
@@ -223,7 +179,10 @@ def _tensors(neurons: Any) -> dict[str, Tensor | None]:
     """
     parts = neurons._modules
     router = parts["router"]
-    tensors = {"bias_F": _own(router, "selection_bias")}
+    tensors = {
+        "bias_F": _own(router, "selection_bias"),
+        "margin": _own(router, "exact_margin"),
+    }
     for name in ("gate", "up"):
         rows = parts[f"{name}_proj"]
         if "planes" in rows._buffers:
@@ -260,7 +219,9 @@ def _fits(
     neurons: Any, tensors: dict[str, Tensor | None], x_TD: Tensor
 ) -> bool:
     """Whether all parts and tensors are as a conversion makes them, and together."""
-    if not _has_known_parts(neurons):
+    if x_TD.dtype not in DTYPES or x_TD.shape[1] != neurons.block.hidden_size:
+        return False
+    if not _has_known_parts(neurons) or are_hooked(_parts_of(neurons)):
         return False
     own, of_copies = _activations(neurons)
     if own.__name__ not in ACTIVATIONS or own is not of_copies:
@@ -272,7 +233,7 @@ def _fits(
             return False
     for name, tensor in tensors.items():
         dtype = x_TD.dtype
-        if name == "bias_F":
+        if name in ("bias_F", "margin"):
             dtype = torch.float32
         elif "_planes_" in name:
             dtype = torch.uint8

@@ -554,10 +554,8 @@ struct Neurons {
   }
 };
 
-// What Python hands over.
+// What Python hands over beside the tokens.
 struct Call {
-  const void* x_TD;
-  void* out_TD;
   const void* gate_FD;
   const void* up_FD;
   const void* down_FD;
@@ -576,9 +574,18 @@ struct Call {
   const void* gate_rest_scales_FG;
   const void* up_rest_scales_FG;
   const void* down_scales_FG;
-  int64_t tokens, F, D;
-  float margin;
-  int32_t bits, activation, threads;
+  const float* margin;  // none where W_gate tells
+  int64_t F, D;
+  int32_t bits, activation;
+};
+
+// The tokens of a call.
+template <typename T>
+struct Tokens {
+  const T* x_TD;
+  T* out_TD;
+  int64_t count;
+  int threads;
 };
 
 // Numbers [begin, end) of what all threads have summed up, and the output's bias. Sums of
@@ -596,14 +603,15 @@ void write_sums(const float* y_PTD, int64_t begin, int64_t end, int64_t D, int p
 }
 
 template <typename T, typename W, int BITS, int N>
-void run_tokens(const Neurons<T, W>& neurons, const Call& call) {
+void run_tokens(const Neurons<T, W>& neurons, const T* down_bias_D, const Tokens<T>& tokens) {
+  const int threads = tokens.threads;
   const int64_t D = neurons.D;
   const int64_t chunks = (neurons.F + CHUNK - 1) / CHUNK;
   const Inputs<T> inputs(neurons.x_TD, neurons.by_gates() ? 0 : N, D);
   static thread_local std::vector<float> kept;
-  if (kept.size() < size_t(call.threads * N * D)) kept.resize(call.threads * N * D);
+  if (kept.size() < size_t(threads * N * D)) kept.resize(threads * N * D);
   float* y_PTD = kept.data();
-#pragma omp parallel num_threads(call.threads)
+#pragma omp parallel num_threads(threads)
   {
     const Part mine(chunks);
     float* y_TD = y_PTD + omp_get_thread_num() * N * D;
@@ -612,22 +620,22 @@ void run_tokens(const Neurons<T, W>& neurons, const Call& call) {
 #pragma omp barrier
     const Part numbers(N * D);
     write_sums<T, W>(y_PTD, numbers.begin, numbers.end, D, omp_get_num_threads(), N * D,
-                     (const T*)call.down_bias_D, (T*)call.out_TD);
+                     down_bias_D, tokens.out_TD);
   }
 }
 
 template <typename T, typename W, int BITS>
-void run_bits(const Neurons<T, W>& neurons, const Call& call) {
-  switch (call.tokens) {
-    case 1: return run_tokens<T, W, BITS, 1>(neurons, call);
-    case 2: return run_tokens<T, W, BITS, 2>(neurons, call);
-    case 3: return run_tokens<T, W, BITS, 3>(neurons, call);
-    case 4: return run_tokens<T, W, BITS, 4>(neurons, call);
+void run_bits(const Neurons<T, W>& neurons, const T* down_bias_D, const Tokens<T>& tokens) {
+  switch (tokens.count) {
+    case 1: return run_tokens<T, W, BITS, 1>(neurons, down_bias_D, tokens);
+    case 2: return run_tokens<T, W, BITS, 2>(neurons, down_bias_D, tokens);
+    case 3: return run_tokens<T, W, BITS, 3>(neurons, down_bias_D, tokens);
+    case 4: return run_tokens<T, W, BITS, 4>(neurons, down_bias_D, tokens);
   }
 }
 
 template <typename T, typename W>
-void run_neurons(const Call& call) {
+void run_neurons(const Call& call, const Tokens<T>& tokens) {
   const int64_t row_bytes = (call.D + 7) / 8;
   const int64_t plane_bytes = call.F * row_bytes;
   const Copy<T> gate_copy{call.gate_planes_BFP, (const T*)call.gate_scales_FG,
@@ -640,7 +648,7 @@ void run_neurons(const Call& call) {
                           nullptr, row_bytes, rest_bytes};
   const Copy<T> up_rest{call.up_rest_planes_FBP, (const T*)call.up_rest_scales_FG, nullptr,
                         row_bytes, rest_bytes};
-  const Neurons<T, W> neurons{(const T*)call.x_TD,
+  const Neurons<T, W> neurons{tokens.x_TD,
                               (const T*)call.gate_FD,
                               (const T*)call.up_FD,
                               (const W*)call.down_FD,
@@ -652,23 +660,24 @@ void run_neurons(const Call& call) {
                               gate_rest,
                               up_rest,
                               call.bias_F,
-                              call.margin,
+                              call.margin ? *call.margin : 0.0f,
                               call.D,
                               call.F,
                               call.activation};
+  const T* down_bias_D = (const T*)call.down_bias_D;
   switch (call.bits) {
-    case 2: return run_bits<T, W, 2>(neurons, call);
-    case 3: return run_bits<T, W, 3>(neurons, call);
-    default: return run_bits<T, W, 4>(neurons, call);
+    case 2: return run_bits<T, W, 2>(neurons, down_bias_D, tokens);
+    case 3: return run_bits<T, W, 3>(neurons, down_bias_D, tokens);
+    default: return run_bits<T, W, 4>(neurons, down_bias_D, tokens);
   }
 }
 
 template <typename T>
-void run_call(const Call& call) {
+void run_call(const Call& call, const Tokens<T>& tokens) {
   if (call.down_scales_FG)
-    run_neurons<T, int8_t>(call);
+    run_neurons<T, int8_t>(call, tokens);
   else
-    run_neurons<T, T>(call);
+    run_neurons<T, T>(call, tokens);
 }
 
 // The matrix that a copy stands for, rounded as (code - half) * scale is.
@@ -717,5 +726,12 @@ extern "C" void moesaic_copy_bfloat16(const void* planes, const void* scales, vo
   write_copy_of<bf16>(planes, scales, out, plane_step, row_step, F, D, bits, threads);
 }
 
-extern "C" void moesaic_neurons_float32(const Call* call) { run_call<float>(*call); }
-extern "C" void moesaic_neurons_bfloat16(const Call* call) { run_call<bf16>(*call); }
+extern "C" void moesaic_neurons_float32(const Call* call, const void* x_TD, void* out_TD,
+    int64_t tokens, int32_t threads) {
+  run_call<float>(*call, {(const float*)x_TD, (float*)out_TD, tokens, threads});
+}
+
+extern "C" void moesaic_neurons_bfloat16(const Call* call, const void* x_TD, void* out_TD,
+    int64_t tokens, int32_t threads) {
+  run_call<bf16>(*call, {(const bf16*)x_TD, (bf16*)out_TD, tokens, threads});
+}

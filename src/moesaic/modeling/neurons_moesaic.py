@@ -72,13 +72,13 @@ class MoesaicNeurons(MoesaicReplacement):
 
         Not in a compiled graph, where the number of tokens would be decided on once.
         """
-        if self.for_each_token or self.view is not None:
-            return False
-        if not self.block.all_run_in_prompts(self.sizes):
-            return False
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        return len(x_TD) > MOST_CHOSEN
+        if len(x_TD) <= MOST_CHOSEN:
+            return False
+        if self.for_each_token or self.view is not None:
+            return False
+        return self.block.all_run_in_prompts(self.sizes)
 
     def _at_once(self, x_TD: Tensor) -> Tensor | None:
         """By the package's kernel, where there is one for this on such a machine."""
