@@ -303,7 +303,7 @@ def test_the_command_prints_what_each_half_changed(
     assert code == 0
     assert err.count("nothing to resume") == 1
     assert f"nothing to resume in {tmp_path / 'out'}.partial;" in err
-    assert "training on 640 tokens in 10 steps: about under a minute" in err
+    assert "training on 640 tokens in 10 steps: under a minute by a forward pass" in err
     assert "training, windows: 0 of 10" in err
     assert "recovered on 640 tokens in" in out
     assert "perplexity: dense " in out

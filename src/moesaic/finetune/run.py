@@ -264,8 +264,8 @@ def announce(student: Any, inputs: TrainingInput) -> None:
     tokens = inputs.windows_NL.numel() * settings.epochs
     console = Console(stderr=True)
     console.print(
-        f"training on {tokens:,} tokens in {steps:,} steps: about "
-        f"{duration(seconds)}, by a forward pass"
+        f"training on {tokens:,} tokens in {steps:,} steps: "
+        f"{duration(seconds)} by a forward pass"
     )
 
 
