@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.build import library
-from moesaic.kernels.linears import FEW_TOKENS, linear_forward
+from moesaic.kernels.inputs import FEW_TOKENS
+from moesaic.kernels.linears import linear_forward
 from moesaic.modeling import MoesaicThresholdedLinear
 
 if library() is None:
@@ -98,11 +99,20 @@ def test_other_layouts_and_devices_change_nothing() -> None:
     assert linear_forward(linear, x_TI) is None
 
 
+@torch.no_grad()
 def test_who_is_turned_away_gets_the_product() -> None:
     linear = linear_of(40, 24, dtype=torch.float32)
     x_TI = torch.randn(FEW_TOKENS + 1, 40)
+    assert linear_forward(linear_of(40, 24, dtype=torch.float32), x_TI[:1]) is not None
     assert linear_forward(linear, x_TI) is None
     assert linear_forward(linear, x_TI[:1].double()) is None
+    assert linear_forward(linear, x_TI[None, :1]) is None
+    threshold = linear.threshold
+    linear.threshold = torch.linspace(0, 2, 40)
+    assert linear_forward(linear, x_TI[:1]) is None
+    linear.threshold = threshold
+    linear.input_scale = linear.input_scale[:1]
+    assert linear_forward(linear, x_TI[:1]) is None
     with torch.enable_grad():
         assert linear_forward(linear, x_TI[:1]) is None
     few = linear(x_TI[None, :2])

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from moesaic.kernels.build import library
-from moesaic.kernels.neurons import FEW_TOKENS, copy_weight, neurons_forward
+from moesaic.kernels.inputs import FEW_TOKENS
+from moesaic.kernels.neurons import copy_weight, neurons_forward
 from moesaic.modeling import MoesaicCopy, MoesaicRest
 from tests.random_neurons import fill, inputs_of, neurons_of
 
@@ -171,6 +172,18 @@ def test_inputs_of_another_width_are_turned_away() -> None:
     assert neurons_forward(wide, x_TD[:, :64].contiguous()) is None
     narrow: Any = neurons_of(64, 576)  # as wide as its neurons are many
     assert neurons_forward(narrow, x_TD) is None
+
+
+@torch.no_grad()
+def test_neurons_that_are_not_as_many_as_said_are_turned_away() -> None:
+    """Else the kernel would read beyond their rows."""
+    neurons: Any = neurons_of(64, 100)
+    for linear in (neurons.gate_proj, neurons.up_proj):
+        linear.weight.data = linear.weight.data[:50]
+    assert neurons_forward(neurons, inputs_of(neurons, 1)) is None
+    neurons = neurons_of(64, 100)
+    neurons.router.exact_margin = torch.zeros(100)
+    assert neurons_forward(neurons, inputs_of(neurons, 1)) is None
 
 
 @torch.no_grad()

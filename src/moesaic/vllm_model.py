@@ -25,8 +25,9 @@ from vllm.platforms import current_platform
 
 from moesaic.kernels.blocks import block_for_good
 from moesaic.kernels.compiled_call import CompiledCall
+from moesaic.kernels.inputs import FEW_TOKENS
 from moesaic.kernels.linears import linear_for_good
-from moesaic.kernels.neurons import FEW_TOKENS, neurons_for_good
+from moesaic.kernels.neurons import neurons_for_good
 from moesaic.modeling import (
     MoesaicBlock,
     MoesaicInt8Neurons,

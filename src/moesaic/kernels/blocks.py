@@ -8,14 +8,18 @@ Shape suffixes: T tokens, D hidden_size, R experts, S neurons of the shared expe
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.kernels import gpu
 from moesaic.kernels.compiled_call import CompiledCall
-from moesaic.kernels.experts_call import call_of, first_matrix, laid_out
+from moesaic.kernels.experts_call import (
+    call_of,
+    first_matrix,
+    laid_out,
+    lay_out,
+)
 from moesaic.kernels.experts_fit import (
     experts_learn,
     fits,
@@ -31,7 +35,7 @@ from moesaic.kernels.inputs import (
     learns,
     rows_side_by_side,
 )
-from moesaic.kernels.seen import Known, Seen
+from moesaic.kernels.seen import Known, Seen, known_of, run_as_known
 
 
 def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
@@ -46,13 +50,11 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
         return _on_gpu(block, x_TD)
     if not x_TD.is_cpu or not is_plain_inference(x_TD):
         return None
-    known = _KNOWN.get(block)
-    if known is None or not _still_holds(known, block, x_TD):
-        if not _is_plain(block, x_TD) or not fits(block.experts, x_TD):
-            return None
-        known = _look_at(block, x_TD)
-        _KNOWN[block] = known
-    return known.run(x_TD)
+    if torch.is_grad_enabled() and _learns(block):
+        return None
+    if x_TD.dtype == torch.float32 and is_grouped_faster(block.experts, x_TD):
+        return None
+    return run_as_known(block, x_TD, _look_at)
 
 
 def block_for_good(block: Any, x_TD: Tensor) -> CompiledCall | None:
@@ -62,7 +64,8 @@ def block_for_good(block: Any, x_TD: Tensor) -> CompiledCall | None:
     """
     if gpu.takes(x_TD) or block_forward(block, x_TD) is None:
         return None
-    return _KNOWN[block].run
+    known = known_of(block)
+    return None if known is None else known.run
 
 
 def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
@@ -105,44 +108,49 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
     )
 
 
-_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+# Attributes on which a call depends.
+_OF_ROUTER = ("chooser", "num_active", "absolute")
+_OF_EXPERTS = ("neurons", "has_gate", "has_bias", "_hf_hook", LEARNT)
 
 
-def _still_holds(known: Known, block: Any, x_TD: Tensor) -> bool:
-    """Whether a block is as it was, and the kernel the way for such an input."""
-    if torch.is_grad_enabled():
-        return False  # it may learn by this call
-    if not known.seen.is_as_it_was(x_TD):
-        return False
-    return not is_grouped_faster(block._modules["experts"], x_TD)
-
-
-def _look_at(block: Any, x_TD: Tensor) -> Known:
-    """A block for which `_is_plain` holds. W_down is laid out anew here."""
+def _look_at(block: Any, x_TD: Tensor) -> Known | None:
+    """W_down is laid out anew here."""
+    if not _is_plain(block, x_TD) or not fits(block.experts, x_TD):
+        return None
     router = block.router
     experts = block.experts
+    shared = block.shared_expert
+    lay_out(experts)
+    depends_on = [
+        *((router, name) for name in _OF_ROUTER),
+        *((experts, name) for name in _OF_EXPERTS),
+    ]
+    if shared is not None:
+        depends_on.append((shared.down_proj, LEARNT))
+        rows_side_by_side(shared.down_proj.weight)
+        for linear in (shared.gate_proj, shared.up_proj):
+            if linear is not None:
+                laid_out(linear.weight)
+    seen = Seen(block, x_TD, depends_on)
     given = {
         "bias_R": router.selection_bias,
         "scale_R": router.expert_scale,
         **_router_matrices(router),
     }
-    depends_on = [
-        *((router, name) for name in ("chooser", "num_active", "absolute")),
-        *((experts, name) for name in ("neurons", "has_gate", "has_bias")),
-        (experts, LEARNT),
-        (experts, "_hf_hook"),
-    ]
-    shared = block.shared_expert
     if shared is not None:
-        given["shared_up_SD"] = laid_out(shared.up_proj.weight)
-        given["shared_down_SD"] = rows_side_by_side(shared.down_proj.weight)
+        given["shared_up_SD"] = shared.up_proj.weight
+        given["shared_down_SD"] = shared.down_proj.weight.mT
         if shared.gate_proj is not None:
-            given["shared_gate_SD"] = laid_out(shared.gate_proj.weight)
-        depends_on.append((shared.down_proj, LEARNT))
-    run = call_of(experts, router.num_active, given, x_TD.dtype)
-    run.struct.copies = "score_proj" not in router._modules
-    run.struct.absolute = getattr(router, "absolute", False)
-    return Known(Seen(block, x_TD, depends_on), run)
+            given["shared_gate_SD"] = shared.gate_proj.weight
+    run = call_of(
+        experts,
+        router.num_active,
+        given,
+        x_TD.dtype,
+        copies="score_proj" not in router._modules,
+        absolute=getattr(router, "absolute", False),
+    )
+    return Known(seen, run)
 
 
 def _is_plain(block: Any, x_TD: Tensor) -> bool:
@@ -153,12 +161,13 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
     router = block.router
     if type(block) is not MoesaicBlock:  # others add to what it does
         return False
-    # Both are asked, since that marks those that learn by this call.
-    if any([experts_learn(block.experts), _shared_learns(block.shared_expert)]):
+    if _learns(block):
         return False
     if not _is_known_router(router, block.experts):
         return False
     if router.chooser != "topk" or are_hooked(_parts_of(block)):
+        return False
+    if not _act_alike(block.shared_expert, block.experts):
         return False
     parameters = list(_router_matrices(router).values())
     if any(router.num_active > len(matrix_RD) for matrix_RD in parameters):
@@ -179,6 +188,12 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
     return can_be_read(parameters, x_TD)
 
 
+def _act_alike(shared: Any, experts: Any) -> bool:
+    if shared is None:
+        return True
+    return type(shared.act_fn) is type(experts.act_fn)
+
+
 def _is_known_router(router: Any, experts: Any) -> bool:
     """A matrix, or copies of neurons of these experts; PEFT's wrappers are neither."""
     from moesaic.modeling import (
@@ -188,7 +203,9 @@ def _is_known_router(router: Any, experts: Any) -> bool:
     )
 
     if type(router) is MoesaicLinearRouter:
-        return type(router.score_proj) is MoesaicProjection
+        score_proj = router.score_proj
+        is_usual = type(score_proj) is MoesaicProjection
+        return is_usual and score_proj.bias is None
     if type(router) is not MoesaicNeuronCopyRouter:
         return False
     if (router.gate_proj is not None) != experts.has_gate:
@@ -199,8 +216,12 @@ def _is_known_router(router: Any, experts: Any) -> bool:
     return all(_is_linear(linear) for linear in linears if linear is not None)
 
 
-def _shared_learns(shared: Any) -> bool:
-    return shared is not None and learns(shared.down_proj)
+def _learns(block: Any) -> bool:
+    """Whether W_down has to stay as it lies. Asking marks all that learn by this call."""
+    shared = block.shared_expert
+    of_experts = experts_learn(block.experts)
+    of_shared = shared is not None and learns(shared.down_proj)
+    return of_experts or of_shared
 
 
 def _is_linear(module: Any) -> bool:

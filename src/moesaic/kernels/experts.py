@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesaic.kernels import gpu
 from moesaic.kernels.blocks import block_forward
-from moesaic.kernels.experts_call import call_of, first_matrix
+from moesaic.kernels.experts_call import call_of, first_matrix, lay_out
 from moesaic.kernels.experts_fit import fits, fits_gpu
 from moesaic.kernels.inputs import ACTIVATIONS
 from moesaic.kernels.linears import linear_forward
@@ -63,6 +63,7 @@ def experts_forward(
     gate_TK = top_k_weights.to(torch.float32).contiguous()
     given = {"index_TK": index_TK, "gate_TK": gate_TK}
     dtype = hidden_states.dtype
+    lay_out(experts)
     return call_of(experts, index_TK.shape[1], given, dtype)(hidden_states)
 
 

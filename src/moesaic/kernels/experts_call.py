@@ -33,7 +33,7 @@ _SIZES = ("K", "R", "M", "used", "D", "S")
 _SWITCHES = ("gated", "activation", "copies", "absolute")
 
 
-class Call(ctypes.Structure):
+class _Call(ctypes.Structure):
     """The struct of the same name in experts_cpu.cpp; what is not given is 0."""
 
     _fields_ = [
@@ -44,14 +44,19 @@ class Call(ctypes.Structure):
 
 
 def call_of(
-    experts: Any, num_active: int, given: dict[str, Tensor], dtype: torch.dtype
+    experts: Any,
+    num_active: int,
+    given: dict[str, Tensor],
+    dtype: torch.dtype,
+    **switches: bool,
 ) -> CompiledCall:
-    """The compiled function for these experts; `given` are fields of its struct."""
-    first_RND = laid_out(first_matrix(experts))
-    down_RMD = rows_side_by_side(experts.down_proj)
+    """The compiled function for these experts, which lie as `lay_out` lays them out.
+
+    `given` and `switches` are fields of its struct.
+    """
+    down_RMD = experts.down_proj.mT
     count, neurons, hidden = down_RMD.shape
-    given |= {"first_RND": first_RND, "down_RMD": down_RMD}
-    call = Call(
+    call = _Call(
         K=num_active,
         R=count,
         M=neurons,
@@ -59,12 +64,20 @@ def call_of(
         D=hidden,
         gated=experts.has_gate,
         activation=ACTIVATIONS[type(experts.act_fn).__name__],
+        **switches,
     )
-    for name, tensor in given.items():
+    of_experts = {"first_RND": first_matrix(experts), "down_RMD": down_RMD}
+    for name, tensor in (given | of_experts).items():
         setattr(call, name, tensor.data_ptr())
     if "shared_up_SD" in given:
         call.S = len(given["shared_up_SD"])
     return CompiledCall("experts", call, dtype, hidden)
+
+
+def lay_out(experts: Any) -> None:
+    """W_down neuron by neuron, and rows that are read as tiles on whole lines."""
+    rows_side_by_side(experts.down_proj)
+    laid_out(first_matrix(experts))
 
 
 def laid_out(matrix: Any) -> Tensor:

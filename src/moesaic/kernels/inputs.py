@@ -22,6 +22,9 @@ from moesaic.kernels import gpu
 # By what transformers calls the module; the numbers are those of vectors.h.
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "ReLU": 1, "GELUTanh": 2}
 
+# Where each token reads rows or columns of its own: more of them are faster together.
+FEW_TOKENS = 4
+
 LINE = 64  # bytes that a processor reads at once
 
 LEARNT = "_moesaic_has_learnt"  # an attribute of modules that have

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,12 @@ from torch import Tensor, nn
 from moesaic.kernels.build import library
 from moesaic.kernels.compiled_call import DTYPES, CompiledCall
 from moesaic.kernels.inputs import (
+    FEW_TOKENS,
     is_plain_inference,
     learns,
     rows_side_by_side,
 )
-from moesaic.kernels.seen import Known, Seen
-
-# Each reads columns of its own: more of them are faster together.
-FEW_TOKENS = 4
+from moesaic.kernels.seen import Known, Seen, known_of, run_as_known
 
 
 class _Call(ctypes.Structure):
@@ -37,9 +34,6 @@ class _Call(ctypes.Structure):
     ]
 
 
-_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
-
-
 def linear_forward(linear: Any, x_TI: Tensor) -> Tensor | None:
     """What MoesaicThresholdedLinear puts out (T, N), or None where this is not for it.
 
@@ -51,13 +45,7 @@ def linear_forward(linear: Any, x_TI: Tensor) -> Tensor | None:
         return None
     if not x_TI.is_cpu or not is_plain_inference(x_TI):
         return None
-    known = _KNOWN.get(linear)
-    if known is None or not known.seen.is_as_it_was(x_TI):
-        if not _fits(linear, x_TI):
-            return None
-        known = _look_at(linear, x_TI)
-        _KNOWN[linear] = known
-    return known.run(x_TI)
+    return run_as_known(linear, x_TI, _look_at)
 
 
 def linear_for_good(linear: Any, x_TI: Tensor) -> CompiledCall | None:
@@ -67,13 +55,18 @@ def linear_for_good(linear: Any, x_TI: Tensor) -> CompiledCall | None:
     """
     if linear_forward(linear, x_TI) is None:
         return None
-    return _KNOWN[linear].run
+    known = known_of(linear)
+    return None if known is None else known.run
 
 
-def _look_at(linear: Any, x_TI: Tensor) -> Known:
+def _look_at(linear: Any, x_TI: Tensor) -> Known | None:
+    if not _fits(linear, x_TI):
+        return None
+    weight_IN = rows_side_by_side(linear.weight)
+    seen = Seen(linear, x_TI)
     outputs, inputs = linear.weight.shape
     given = {
-        "weight_IN": rows_side_by_side(linear.weight),
+        "weight_IN": weight_IN,
         "bias_N": linear.bias,
         "scale_I": linear.input_scale,
         "threshold": linear.threshold,
@@ -82,24 +75,34 @@ def _look_at(linear: Any, x_TI: Tensor) -> Known:
     for name, tensor in given.items():
         if tensor is not None:
             setattr(call, name, tensor.data_ptr())
-    run = CompiledCall("linear", call, x_TI.dtype, outputs)
-    return Known(Seen(linear, x_TI), run)
+    return Known(seen, CompiledCall("linear", call, x_TI.dtype, outputs))
 
 
 def _fits(linear: Any, x_TI: Tensor) -> bool:
-    if x_TI.dtype not in DTYPES or x_TI.shape[1] != linear.weight.shape[1]:
+    if x_TI.dtype not in DTYPES or x_TI.ndim != 2:
+        return False
+    outputs, inputs = linear.weight.shape
+    if x_TI.shape[1] != inputs:
         return False
     for parameter in (linear.weight, linear.bias):
         if parameter is None:
             continue
         if type(parameter) is not nn.Parameter or parameter.dtype != x_TI.dtype:
             return False
-        if parameter.device.type != "cpu":
+        if not parameter.is_cpu:
             return False
-    if linear.bias is not None and not linear.bias.is_contiguous():
+    if linear.bias is not None and not _is_vector(linear.bias, outputs):
         return False
-    for vector in (linear.input_scale, linear.threshold):
+    scale_I = linear.input_scale
+    threshold = linear.threshold
+    for vector in (scale_I, threshold):
         # A cast of the whole model takes them along.
-        if vector.dtype != torch.float32 or not vector.is_contiguous():
+        if vector.dtype != torch.float32 or not vector.is_cpu:
             return False
+    if not _is_vector(scale_I, inputs) or threshold.numel() != 1:
+        return False
     return library() is not None
+
+
+def _is_vector(vector: Tensor, size: int) -> bool:
+    return vector.shape == (size,) and vector.is_contiguous()

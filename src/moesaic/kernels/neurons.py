@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +21,13 @@ from moesaic.kernels.build import library
 from moesaic.kernels.compiled_call import DTYPES, CompiledCall
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
+    FEW_TOKENS,
     are_hooked,
     can_be_read,
     is_plain_inference,
 )
-from moesaic.kernels.seen import Known, Seen
+from moesaic.kernels.seen import Known, Seen, known_of, run_as_known
 
-FEW_TOKENS = 4  # each reads rows of its own: more of them are faster together
 _NEURONS = (
     "gate_FD",
     "up_FD",
@@ -64,9 +63,6 @@ class _Call(ctypes.Structure):
     ]
 
 
-_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
-
-
 def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
     """What MoesaicNeurons puts out (T, D), or None where this is not for the kernel.
 
@@ -79,14 +75,7 @@ def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
         return None
     if gpu.takes(x_TD):
         return _on_gpu(neurons, x_TD)
-    known = _KNOWN.get(neurons)
-    if known is None or not known.seen.is_as_it_was(x_TD):
-        tensors = _tensors(neurons)
-        if not _fits(neurons, tensors, x_TD) or library() is None:
-            return None
-        known = _look_at(neurons, tensors, x_TD)
-        _KNOWN[neurons] = known
-    return known.run(x_TD)
+    return run_as_known(neurons, x_TD, _look_at)
 
 
 def neurons_for_good(neurons: Any, x_TD: Tensor) -> CompiledCall | None:
@@ -96,7 +85,8 @@ def neurons_for_good(neurons: Any, x_TD: Tensor) -> CompiledCall | None:
     """
     if gpu.takes(x_TD) or neurons_forward(neurons, x_TD) is None:
         return None
-    return _KNOWN[neurons].run
+    known = known_of(neurons)
+    return None if known is None else known.run
 
 
 def copy_weight(copy: Any) -> Tensor | None:
@@ -149,10 +139,13 @@ def _on_gpu(neurons: Any, x_TD: Tensor) -> Tensor | None:
     )
 
 
-def _look_at(
-    neurons: Any, tensors: dict[str, Tensor | None], x_TD: Tensor
-) -> Known:
-    """Neurons with these tensors, which fit."""
+def _look_at(neurons: Any, x_TD: Tensor) -> Known | None:
+    if not _has_known_parts(neurons) or library() is None:
+        return None
+    seen = Seen(neurons, x_TD)
+    tensors = _tensors(neurons)
+    if not _fits(neurons, tensors, x_TD):
+        return None
     hidden = x_TD.shape[1]
     call = _Call(F=neurons.sizes.num_routed, D=hidden)
     call.activation = ACTIVATIONS[type(neurons.act_fn).__name__]
@@ -161,8 +154,7 @@ def _look_at(
     for name, tensor in tensors.items():
         if tensor is not None:
             setattr(call, name, tensor.data_ptr())
-    run = CompiledCall("neurons", call, x_TD.dtype, hidden)
-    return Known(Seen(neurons, x_TD), run)
+    return Known(seen, CompiledCall("neurons", call, x_TD.dtype, hidden))
 
 
 def _activations(neurons: Any) -> tuple[type, type]:
@@ -231,6 +223,9 @@ def _fits(
         matrices = [tensors[name] for name in ("gate_FD", "up_FD", "down_FD")]
         if not can_be_read(matrices, x_TD):
             return False
+    if not neurons.router.reads_gates and tensors["margin"] is None:
+        return False
+    sizes = _sizes(neurons)
     for name, tensor in tensors.items():
         dtype = x_TD.dtype
         if name in ("bias_F", "margin"):
@@ -243,7 +238,36 @@ def _fits(
             continue
         if tensor.device != x_TD.device or not _lies_as(tensor, dtype):
             return False
+        if tensor.shape != _shape_of(name, sizes):
+            return False
     return True
+
+
+def _sizes(neurons: Any) -> dict[str, int]:
+    """By the letters of the struct's names."""
+    from moesaic.modeling.copies_moesaic import GROUP, ceil_div
+
+    hidden = neurons.block.hidden_size
+    router = neurons.router
+    return {
+        "D": hidden,
+        "F": neurons.sizes.num_routed,
+        "B": 0 if router.reads_gates else router.gate_copy.bits,
+        "P": ceil_div(hidden, 8),
+        "G": ceil_div(hidden, GROUP),
+    }
+
+
+def _shape_of(name: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    """The shape that a name of the struct tells."""
+    from moesaic.modeling.int8_neurons_moesaic import REST_BITS
+
+    if name == "margin":
+        return ()
+    letters = name.rsplit("_", 1)[1]
+    if "_rest_" in name:
+        sizes = sizes | {"B": REST_BITS}
+    return tuple(sizes[letter] for letter in letters)
 
 
 def _has_known_parts(neurons: Any) -> bool:

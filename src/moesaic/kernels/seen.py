@@ -6,22 +6,24 @@ runs for every token. So that is seen once, and then only whether anything is di
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
-from operator import is_
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain, compress
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from moesaic.kernels.compiled_call import CompiledCall
 
+_KNOWN = "_moesaic_known"  # an attribute of modules that were looked at
+
 
 class Seen:
     """A module and a kind of input, as they were when they were looked at.
 
     `attributes` are those of parts on which the call depends too; they need not be there.
-    Nothing of this holds the module itself, which would never be freed.
+    It holds no tensor: what a module no longer has is freed.
     """
 
     def __init__(
@@ -32,65 +34,125 @@ class Seen:
     ):
         everyone = list(module.modules())
         self._parts = everyone[1:]
-        self._classes = [*map(type, self._parts)]
+        # Stock layers have nothing in most of these dicts, and never will.
+        self._part_dicts: list[dict[str, Any]] = [
+            part._modules
+            for part in everyone
+            if part._modules or part is module
+        ]
+        self._tensor_dicts: list[dict[str, Any]] = [
+            held
+            for part in everyone
+            for held in (part._parameters, part._buffers)
+            if held or part is module
+        ]
         self._hooks = [
             hooks
             for part in self._parts
             for hooks in (part._forward_hooks, part._forward_pre_hooks)
         ]
-        # Stock layers have nothing in most of these dicts, and never will.
-        self._dicts: list[dict[str, Any]] = [
-            held
-            for part in everyone
-            for held in (part._modules, part._parameters, part._buffers)
-            if held or part is module
-        ]
         attributes = list(attributes)
         self._homes = [vars(part) for part, _ in attributes]
         self._names = [name for _, name in attributes]
-        self._values = self._found()
-        self._tensors = [
-            value for value in self._values if isinstance(value, Tensor)
-        ]
-        self._memory = _memory_of(self._tensors)
-        self._width = x_TD.size(1)
+        self._named = self._named_now()
+        self._inside = _values(self._part_dicts)
+        found = _values(self._tensor_dicts)
+        self._classes = _classes(module, self._parts, found)
+        self._are_tensors = [value is not None for value in found]
+        self._memory = _memory_of(compress(found, self._are_tensors))
+        self._width = x_TD.shape[1]
         self._dtype = x_TD.dtype
 
-    def is_as_it_was(self, x_TD: Tensor) -> bool:
-        """Whether nothing is different, and nobody has hooks on the parts.
+    def tensors_as_they_were(
+        self, module: nn.Module, x_TD: Tensor
+    ) -> list[Any] | None:
+        """The module's tensors where nothing is different, and nobody has hooks on parts.
 
-        Caches are full of weights when this is asked, so it reads as little as it can:
-        a tenth of a microsecond for each line of memory. Hence no loops of Python.
+        Else None. While the caller keeps the list, no other thread frees a tensor. Caches
+        are full of weights when this is asked, so it reads as little as it can: a tenth of
+        a microsecond for each line of memory. Hence no loops of Python.
         """
-        found = self._found()
-        return (
-            x_TD.dtype is self._dtype
-            and x_TD.size(1) == self._width
-            and len(found) == len(self._values)
-            and all(map(is_, found, self._values))
-            and [*map(type, self._parts)] == self._classes
-            and _memory_of(self._tensors) == self._memory
+        if x_TD.dtype is not self._dtype or x_TD.ndim != 2:
+            return None
+        found = _values(self._tensor_dicts)
+        is_same = (
+            x_TD.size(1) == self._width
+            and _values(self._part_dicts) == self._inside
+            and _classes(module, self._parts, found) == self._classes
+            and self._named_now() == self._named
             and not any(self._hooks)
             and not _has_any_global_hook()
+            and _memory_of(compress(found, self._are_tensors)) == self._memory
         )
+        return found if is_same else None
 
-    def _found(self) -> list[Any]:
-        """What all these are now, in order."""
-        of_parts = chain.from_iterable(map(dict.values, self._dicts))
-        return [*of_parts, *map(dict.get, self._homes, self._names)]
+    def _named_now(self) -> list[Any]:
+        return [*map(dict.get, self._homes, self._names)]
 
 
-class Known(NamedTuple):
+@dataclass(frozen=True)
+class Known:
     """A module that was looked at, and what runs it."""
 
     seen: Seen
     run: CompiledCall
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing is known of copies, which have memory of their own."""
+        return type(None), ()
 
-def _memory_of(tensors: list[Tensor]) -> list[Any]:
-    """Where they lie, and how; what has another dtype lies elsewhere."""
+
+# Looks at a module and an input; None where no kernel is fit. What it is called with is to
+# be read after what is seen.
+Look = Callable[[Any, Tensor], Known | None]
+
+
+def run_as_known(module: Any, x_TD: Tensor, look_at: Look) -> Tensor | None:
+    """What its kernel puts out; None where there is none for it. Looked at where needed."""
+    found = known_of(module)
+    tensors = None
+    if found is not None:
+        tensors = found.seen.tensors_as_they_were(module, x_TD)
+    if found is None or tensors is None:
+        vars(module).pop(_KNOWN, None)
+        found = look_at(module, x_TD)
+        if found is None:
+            return None
+        tensors = found.seen.tensors_as_they_were(module, x_TD)
+        if tensors is None:
+            return None  # another thread has just put something else there
+        vars(module)[_KNOWN] = found
+    y_TN = found.run(x_TD)
+    del tensors  # which the call has read
+    return y_TN
+
+
+def known_of(module: Any) -> Known | None:
+    """What is known of it, whether that still holds or not."""
+    found: Known | None = vars(module).get(_KNOWN)
+    return found
+
+
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, dicts))]
+
+
+def _classes(
+    module: nn.Module, parts: list[nn.Module], tensors: list[Any]
+) -> list[Any]:
+    return [type(module), *map(type, parts), *map(type, tensors)]
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Where they lie, and how."""
+    given = list(tensors)
     return [
-        *map(Tensor.data_ptr, tensors),
-        *map(Tensor.numel, tensors),
-        *map(Tensor.is_contiguous, tensors),
+        *map(Tensor.data_ptr, given),
+        *map(_SHAPE, given),
+        *map(Tensor.stride, given),
+        *map(_DTYPE, given),
     ]
+
+
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]

@@ -5,13 +5,13 @@ Shape suffixes: T tokens, D hidden_size, N rows.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
+from moesaic.kernels import gpu
+
 # Triton's interpreter takes bfloat16 for integers when it multiplies matrices.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(gpu.INTERPRETED)
 
 
 @triton.jit

@@ -36,9 +36,8 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
         self.out_features = outputs
         self.share = share
         self.weight = random_parameter(outputs, inputs)
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(outputs))
+        zeros_N = nn.Parameter(torch.zeros(outputs)) if bias else None
+        self.register_parameter("bias", zeros_N)
         below_all = torch.tensor(-1.0, dtype=torch.float32)
         self.register_buffer("threshold", below_all)
         ones_I = torch.ones(inputs, dtype=torch.float32)

@@ -41,9 +41,8 @@ class MoesaicProjection(nn.Module):
         super().__init__()
         self.out_features = out_features
         self.weight = random_parameter(out_features, in_features)
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(out_features))
+        zeros_N = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.register_parameter("bias", zeros_N)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias
