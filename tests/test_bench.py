@@ -21,6 +21,7 @@ from moesaic.bench.bench import bench
 from moesaic.bench.engine import ENGINES, Engine, find_engine, has_module, started
 from moesaic.bench.floor import Counted, RoutedBytes, count, floor_of, macs_of_prompt
 from moesaic.bench.regimes import Regime, make_regimes
+from moesaic.bench.worker import rows_of
 from moesaic.cli.bench import print_result
 from moesaic.cli.main import main
 from moesaic.conversion.plan import make_plan
@@ -31,6 +32,8 @@ from moesaic.layout import Layout
 from moesaic.methods.base import Budget
 from moesaic.methods.load import load_method
 from tests.stock_models import converted_folder, dense_model, tokenizer
+
+bench_module = sys.modules["moesaic.bench.bench"]  # the package has a function of that name
 
 # --- floors ------------------------------------------------------------------------------------
 
@@ -136,6 +139,36 @@ def test_regimes_are_checked() -> None:
     for prefill, decode, batches in ((0, 1, [1]), (1, 0, [1]), (1, 1, []), (1, 1, [0])):
         with pytest.raises(MoesaicError):
             make_regimes(prefill, decode, batches)
+
+
+def test_a_prompt_is_as_long_as_the_contexts_leave_it() -> None:
+    short = LlamaConfig(max_position_embeddings=300)
+    long = LlamaConfig(max_position_embeddings=4096)
+    usual = bench_module._usual_prompt
+    assert usual([long], 128) == 512
+    assert usual([long, short], 128) == 300 - 128 - 1
+    assert usual([short], 300) == 1  # which is refused, with the numbers
+    assert usual([None], 128) == 512
+
+
+def test_batches_whose_keys_no_memory_holds_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PHYS_PAGES" else 4096)
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2)
+    of_token = 2 * 2 * 64 * 2  # keys and values, layers, hidden size, bytes: 4 GiB hold 2**23
+    fits = Regime(4 * 2**30 // of_token // 1024 - 1, 1000, 24)
+    kept, skipped = bench_module._held_by_memory([fits, replace(fits, batch=10**6)], [config])
+    assert kept == [fits]
+    assert skipped == [
+        "batch 1000000: keys and values alone take 488 GiB in 16 bits, and this machine has 4; "
+        "take a smaller --batch"
+    ]
+    with pytest.raises(MoesaicError, match="488 GiB"):
+        bench_module._held_by_memory([replace(fits, batch=10**6)], [config])
+
+
+def test_sequences_begin_at_other_places_of_the_text() -> None:
+    assert rows_of([1, 2, 3, 4, 5], 3, 3) == [[1, 2, 3], [4, 5, 1], [2, 3, 4]]
+    assert rows_of([1, 2], 2, 3) == [[1, 2, 1], [2, 1, 2]]
 
 
 # --- engines -----------------------------------------------------------------------------------
@@ -447,7 +480,7 @@ def test_code_beside_the_weights_runs_only_if_asked(
 
 def test_a_configuration_without_a_format_names_none() -> None:
     config = LlamaConfig(dtype=None)
-    format_of = sys.modules["moesaic.bench.bench"]._format_of
+    format_of = bench_module._format_of
     assert format_of(config, "auto") is None
     assert format_of(config, "bfloat16") == "bfloat16"
     assert format_of(LlamaConfig(dtype="float16"), "auto") == "float16"

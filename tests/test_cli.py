@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.main import get_command
 
 import moesaic
@@ -197,6 +197,35 @@ def test_dry_run_checks_the_place_of_the_output(
     monkeypatch.setattr("moesaic.output.draft.shutil.disk_usage", lambda _: full)
     check_error(*run(*given, tmp_path / "out")[::2], "MB more, the disk has 0.0 MB free")
     assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_reads_the_headers_of_weights(run: Run, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sharded"
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.save_pretrained(folder, max_shard_size="100KB")
+    for path in model.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    given = ("convert", folder, "--dry-run", "--calibration", "demo", *CMOE)
+    given += ("--output", tmp_path / "out", "--sequence-length", 64)
+    assert run(*given)[0] == 0
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    check_error(*run(*given)[::2], f"{shard.name} is damaged or cut short, fetch the model")
+    shard.unlink()
+    check_error(*run(*given)[::2], f"{shard.name}, which its index names, is missing; fetch")
+    for path in folder.glob("model*"):
+        path.unlink()
+    check_error(*run(*given)[::2], "has no weights in safetensors files")
+
+
+def test_times_are_told_of_methods_that_were_timed(run: Run, tmp_path: Path) -> None:
+    given = ("convert", "demo", "--dry-run", "--output", tmp_path / "out")
+    given += ("--method", "moesaic-dynamic", "--set", "layer_budgets=uniform")
+    code, out, _ = run(*given)
+    assert code == 0
+    assert "time over dense at best" in out
+    assert "as measured" not in out
 
 
 def test_recovery_needs_room_for_all_its_models(

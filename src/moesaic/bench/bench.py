@@ -34,6 +34,7 @@ from moesaic.parts.products import is_emulated
 
 ROUNDS = 5
 KINDS = ("prefill", "decode")
+PROMPT = 512  # tokens, where nobody says how many
 AUTO = "auto"
 
 
@@ -41,7 +42,7 @@ def bench(
     model: str,
     *,
     against: str | None = None,
-    prefill: int = 512,
+    prefill: int | None = None,
     decode: int = 128,
     batches: Sequence[int] = (1, 16),
     engine: str = "transformers",
@@ -57,7 +58,8 @@ def bench(
 
     Both models are loaded, each in a process of its own, and timed in turn: `rounds`
     times after one that warms up, for every number of sequences at once in `batches`.
-    A row has, for the prompt or for the tokens, the median of the ratios with the least
+    Without `prefill` a prompt has 512 tokens, or what the models' contexts leave. A row
+    has, for the prompt or for the tokens, the median of the ratios with the least
     and the most, tokens per second, and the floor: the ratio of the counted works, where
     both are known. Memory is the most that a process held so far, in bytes, where the
     engine computes in it. A batch that stops the engine ends the run; the rows before it
@@ -69,7 +71,8 @@ def bench(
     Models are folders or hub ids, for llama.cpp GGUF files. Raises MoesaicError for an
     engine that is not installed, a model that it cannot run, and numbers that do not fit.
     """
-    regimes = make_regimes(prefill, decode, batches)
+    # Before anything is read.
+    make_regimes(1 if prefill is None else prefill, decode, batches)
     if rounds < 1:
         raise MoesaicError(f"rounds {rounds}: at least 1 is needed")
     if threads is not None and threads < 1:
@@ -87,12 +90,19 @@ def bench(
         compute = str(choose_device(device))
     names = [model] if against is None else [model, against]
     configs = [
-        _config_of(name, found, prefill + decode, trust_remote_code, dtype)
-        for name in names
+        _config_of(name, found, trust_remote_code, dtype) for name in names
     ]
+    if prefill is None:
+        prefill = _usual_prompt(configs, decode)
+    regimes = make_regimes(prefill, decode, batches)
+    for name, config in zip(names, configs, strict=True):
+        _check_context(name, config, prefill + decode)
     if not trust_remote_code:
         _check_code(names, configs, found, python)
     kept, skipped = _fitting(regimes, found)
+    if compute == "cpu":
+        kept, too_large = _held_by_memory(kept, configs)
+        skipped += too_large
     counted = [_counted(config, prefill) for config in configs]
     settings = {
         "text": "\n".join(read_documents("demo", heldout=True)),
@@ -165,7 +175,6 @@ def _check_options(engine: Engine, **given: Any) -> None:
 def _config_of(
     name: str,
     engine: Engine,
-    tokens: int,
     trust_remote_code: bool,
     dtype: str,
 ) -> Any:
@@ -185,7 +194,19 @@ def _config_of(
         raise MoesaicError(
             f"{name} is a GGUF file, which --engine llama.cpp runs"
         )
-    config = load_config(name, trust_remote_code, dtype)
+    return load_config(name, trust_remote_code, dtype)
+
+
+def _usual_prompt(configs: list[Any], decode: int) -> int:
+    """Tokens of a prompt where nobody says how many, fewer where a context is short."""
+    contexts = [context_of(config) for config in configs if config is not None]
+    room = min(contexts, default=2 * PROMPT + decode) - decode - 1
+    return max(1, min(PROMPT, room))
+
+
+def _check_context(name: str, config: Any, tokens: int) -> None:
+    if config is None:
+        return
     context = context_of(config)
     # The last token's own answer is a token more.
     if tokens >= context:
@@ -193,7 +214,6 @@ def _config_of(
             f"prompt and tokens after it are {tokens} with one more to answer, and the "
             f"context of {name} is {context}; take a smaller --prefill or --decode"
         )
-    return config
 
 
 def _format_of(config: Any, dtype: str) -> str | None:
@@ -247,17 +267,45 @@ def _counted(config: Any, prompt: int) -> Counted | None:
         return None
 
 
+def _held_by_memory(
+    regimes: list[Regime], configs: list[Any]
+) -> tuple[list[Regime], list[str]]:
+    """Those whose keys and values this machine can hold, and why not the others."""
+    pages = os.sysconf("SC_PHYS_PAGES")
+    memory = pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+    kept = []
+    skipped = []
+    for regime in regimes:
+        tokens = regime.batch * (regime.prompt + regime.new)
+        needed = sum(_keys_gib(config, tokens) for config in configs) / 2
+        if needed < memory:
+            kept.append(regime)
+            continue
+        skipped.append(
+            f"batch {regime.batch}: keys and values alone take {needed:,.0f} GiB in 16 "
+            f"bits, and this machine has {memory:,.0f}; take a smaller --batch"
+        )
+    if not kept:
+        raise MoesaicError(skipped[0])
+    return kept, skipped
+
+
 def _cache_gib(config: Any, settings: dict[str, Any]) -> int:
     """Room for keys and values of all sequences in float32, and 1 GiB."""
+    tokens = settings["context"] * settings["most_at_once"]
+    return 1 + math.ceil(_keys_gib(config, tokens))
+
+
+def _keys_gib(config: Any, tokens: int) -> float:
+    """Keys and values of so many tokens in float32; 0 where nothing is known."""
     if config is None:
-        return 1
+        return 0.0
     text = config.get_text_config()
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     of_token = 2 * text.num_hidden_layers * key_heads * head_dim * 4
-    tokens = settings["context"] * settings["most_at_once"]
-    gib: int = 1 + math.ceil(of_token * tokens / 2**30)
+    gib: float = of_token * tokens / 2**30
     return gib
 
 

@@ -80,6 +80,5 @@ def rows_of(ids: list[int], batch: int, length: int) -> list[list[int]]:
     rows = []
     for row in range(batch):
         start = row * length % len(ids)
-        rotated = ids[start:] + ids[:start]
-        rows.append(repeated(rotated, length))
+        rows.append(repeated(ids, start + length)[start:])
     return rows

@@ -36,8 +36,12 @@ def bench_command(
         ),
     ] = None,
     prefill: Annotated[
-        int, typer.Option(help="Tokens of a prompt, read at once.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            help="Tokens of a prompt, read at once. [default: 512, or what the "
+            "context leaves]"
+        ),
+    ] = None,
     decode: Annotated[
         int, typer.Option(help="Tokens after it, one at a time.")
     ] = 128,

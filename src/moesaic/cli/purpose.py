@@ -83,7 +83,7 @@ def time_lines(plan: Plan, purpose: str | None) -> list[str]:
 
 
 def _measured(moe: MoEConfig) -> str | None:
-    """Times of models of this kind; None for linear layers and for whole models."""
+    """Times of models of this kind; None for those that were not timed."""
     from moesaic.modeling.moe_config_moesaic import NEURON_KINDS
 
     if not moe.layers:
@@ -92,7 +92,9 @@ def _measured(moe: MoEConfig) -> str | None:
         return _STATIC
     if moe.router.kind in NEURON_KINDS:
         return _NEURONS
-    return _EXPERTS
+    # Others run their own way, and most engines do not hold them.
+    is_usual = moe.router.kind == "linear" and moe.router.chooser == "topk"
+    return _EXPERTS if is_usual else None
 
 
 def floors_of(plan: Plan) -> dict[str, float | None] | None:

@@ -244,6 +244,32 @@ def _check_index(folder: Path) -> None:
             )
 
 
+def check_files(model: str | Path) -> None:
+    """Raises MoesaicError where a file of a folder's weights is missing or cut short.
+
+    Reads headers only. Nothing is fetched from the hub, nor are GGUF files read.
+    """
+    folder = Path(resolve(model))
+    if not folder.is_dir():
+        return
+    _check_index(folder)
+    index = folder / "model.safetensors.index.json"
+    names = {path.name for path in folder.glob("*.safetensors")}
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    if not names:
+        raise MoesaicError(f"{model} has no weights in safetensors files")
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise MoesaicError(
+                f"{model}: {name}, which its index names, is missing; fetch the model again"
+            )
+        if not _is_whole(folder / name):
+            raise MoesaicError(
+                f"{model}: {name} is damaged or cut short, fetch the model again"
+            )
+
+
 def load_model(
     model: str | Path,
     dtype: str = "auto",
@@ -466,12 +492,18 @@ def _cannot_load(model: str | Path, error: Exception) -> MoesaicError:
 def _damaged_file(folder: Path) -> str:
     """The first file of weights whose header does not fit it."""
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt"):
-                continue
-        except (OSError, SafetensorError):
+        if not _is_whole(path):
             return path.name
     return "a file of weights"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file's header fits it."""
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def source_of(model: Any) -> str | None:

@@ -13,6 +13,7 @@ from moesaic.conversion.options import make_options
 from moesaic.conversion.prepare import Prepared, source_name
 from moesaic.conversion.report import ConversionReport
 from moesaic.errors import MoesaicError
+from moesaic.families.load import check_files
 from moesaic.inspection.beside import draw_beside
 from moesaic.layout import Layout
 from moesaic.methods.base import Method
@@ -164,9 +165,11 @@ def dry_run(
     tune_dense: bool = False,
     **others: Any,
 ) -> Prepared:
-    """Checks all that `convert` is given, and writes nothing."""
+    """Checks all that `convert` is given, of weights the files' headers. Writes nothing."""
     check_tune_dense(tune_dense, recover)
     options = make_options(model, recipe, layout, calibration, **others)
+    if isinstance(model, str | Path):
+        check_files(model)
     prepared = check_conversion(options)
     if recover is None:
         _check_space(prepared)
