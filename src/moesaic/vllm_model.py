@@ -23,18 +23,15 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.platforms import current_platform
 
-from moesaic.kernels.blocks import block_for_good
 from moesaic.kernels.compiled_call import CompiledCall
 from moesaic.kernels.inputs import FEW_TOKENS
-from moesaic.kernels.linears import linear_for_good
-from moesaic.kernels.neurons import neurons_for_good
+from moesaic.kernels.seen import known_for_good
 from moesaic.modeling import (
     MoesaicBlock,
     MoesaicInt8Neurons,
     MoesaicNeurons,
     MoesaicThresholdedLinear,
 )
-from moesaic.modeling.replacement_moesaic import own_kernels
 
 # What the package's kernels run.
 WITH_KERNELS = (
@@ -137,29 +134,23 @@ def _as_in_transformers(x: Tensor, name: str, outputs: int) -> Tensor:
     """What a module puts out for x (..., D): (..., outputs), or (..., D) for 0."""
     module = get_forward_context().no_compile_layers[name]
     x_TD = x.reshape(-1, x.shape[-1])
-    if 0 < len(x_TD) <= FEW_TOKENS:
-        run = _few_tokens(module, x_TD)
-        if run is not None:
-            return run(x_TD).view(*x.shape[:-1], -1)
+    are_few = 0 < len(x_TD) <= FEW_TOKENS
+    run = _FEW_TOKENS.get(module) if are_few else None
+    if run is not None:
+        return run(x_TD).view(*x.shape[:-1], -1)
     y: Tensor = type(module).forward(module, x)
+    if are_few:
+        _remember(module, x_TD)
     return y
 
 
-def _few_tokens(module: Any, x_TD: Tensor) -> CompiledCall | None:
-    """Our kernel for it. It looks at a module once: weights stay until they are loaded anew."""
-    known = _FEW_TOKENS.get(module)
-    if known is not None or own_kernels() is None:
-        return known  # without kernels, or where they are slower, none
-    looked_at = None
-    if isinstance(module, MoesaicNeurons):
-        looked_at = neurons_for_good(module, x_TD)
-    elif isinstance(module, MoesaicBlock) and module.output_bias is None:
-        looked_at = block_for_good(module, x_TD)
-    elif isinstance(module, MoesaicThresholdedLinear):
-        looked_at = linear_for_good(module, x_TD)
-    if looked_at is not None:
-        _FEW_TOKENS[module] = looked_at
-    return looked_at
+def _remember(module: Any, x_TD: Tensor) -> None:
+    """Looks at a module once: weights stay until they are loaded anew."""
+    if getattr(module, "output_bias", None) is not None:
+        return  # which a block adds to what the kernel puts out
+    run = known_for_good(module, x_TD)
+    if run is not None:
+        _FEW_TOKENS[module] = run
 
 
 @_as_in_transformers.register_fake

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.kernels import gpu
-from moesaic.kernels.compiled_call import CompiledCall
 from moesaic.kernels.experts_call import (
     call_of,
     first_matrix,
@@ -35,7 +34,7 @@ from moesaic.kernels.inputs import (
     learns,
     rows_side_by_side,
 )
-from moesaic.kernels.seen import Known, Seen, known_of, run_as_known
+from moesaic.kernels.seen import Known, Seen, run_as_known
 
 
 def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
@@ -55,17 +54,6 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     if x_TD.dtype == torch.float32 and is_grouped_faster(block.experts, x_TD):
         return None
     return run_as_known(block, x_TD, _look_at)
-
-
-def block_for_good(block: Any, x_TD: Tensor) -> CompiledCall | None:
-    """The same as a function of inputs like this one, as few of them.
-
-    It looks at nothing again. So it is for blocks that stay as they are, in an engine.
-    """
-    if gpu.takes(x_TD) or block_forward(block, x_TD) is None:
-        return None
-    known = known_of(block)
-    return None if known is None else known.run
 
 
 def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:

@@ -19,7 +19,7 @@ from moesaic.kernels.inputs import (
     learns,
     rows_side_by_side,
 )
-from moesaic.kernels.seen import Known, Seen, known_of, run_as_known
+from moesaic.kernels.seen import Known, Seen, run_as_known
 
 
 class _Call(ctypes.Structure):
@@ -48,25 +48,14 @@ def linear_forward(linear: Any, x_TI: Tensor) -> Tensor | None:
     return run_as_known(linear, x_TI, _look_at)
 
 
-def linear_for_good(linear: Any, x_TI: Tensor) -> CompiledCall | None:
-    """The same as a function of inputs like this one, of FEW_TOKENS at most.
-
-    It looks at nothing again. So it is for modules that stay as they are, in an engine.
-    """
-    if linear_forward(linear, x_TI) is None:
-        return None
-    known = known_of(linear)
-    return None if known is None else known.run
-
-
 def _look_at(linear: Any, x_TI: Tensor) -> Known | None:
     if not _fits(linear, x_TI):
         return None
-    weight_IN = rows_side_by_side(linear.weight)
+    rows_side_by_side(linear.weight)
     seen = Seen(linear, x_TI)
     outputs, inputs = linear.weight.shape
     given = {
-        "weight_IN": weight_IN,
+        "weight_IN": linear.weight.mT,
         "bias_N": linear.bias,
         "scale_I": linear.input_scale,
         "threshold": linear.threshold,

@@ -26,7 +26,7 @@ from moesaic.kernels.inputs import (
     can_be_read,
     is_plain_inference,
 )
-from moesaic.kernels.seen import Known, Seen, known_of, run_as_known
+from moesaic.kernels.seen import Known, Seen, run_as_known
 
 _NEURONS = (
     "gate_FD",
@@ -78,17 +78,6 @@ def neurons_forward(neurons: Any, x_TD: Tensor) -> Tensor | None:
     return run_as_known(neurons, x_TD, _look_at)
 
 
-def neurons_for_good(neurons: Any, x_TD: Tensor) -> CompiledCall | None:
-    """The same as a function of inputs like this one, of FEW_TOKENS at most.
-
-    It looks at nothing again. So it is for modules that stay as they are, in an engine.
-    """
-    if gpu.takes(x_TD) or neurons_forward(neurons, x_TD) is None:
-        return None
-    known = known_of(neurons)
-    return None if known is None else known.run
-
-
 def copy_weight(copy: Any) -> Tensor | None:
     """The matrix (F, D) that a MoesaicCopy stands for, or None where it does not fit.
 
@@ -126,6 +115,8 @@ def _on_gpu(neurons: Any, x_TD: Tensor) -> Tensor | None:
 
     Not for weights in 8 bits.
     """
+    if not _has_known_parts(neurons):
+        return None
     tensors = _tensors(neurons)
     if "down_scales_FG" in tensors:
         return None
@@ -210,10 +201,10 @@ def _own(module: Any, name: str) -> Tensor | None:
 def _fits(
     neurons: Any, tensors: dict[str, Tensor | None], x_TD: Tensor
 ) -> bool:
-    """Whether all parts and tensors are as a conversion makes them, and together."""
+    """Whether the tensors of known parts are as a conversion makes them, and together."""
     if x_TD.dtype not in DTYPES or x_TD.shape[1] != neurons.block.hidden_size:
         return False
-    if not _has_known_parts(neurons) or are_hooked(_parts_of(neurons)):
+    if are_hooked(_parts_of(neurons)):
         return False
     own, of_copies = _activations(neurons)
     if own.__name__ not in ACTIVATIONS or own is not of_copies:
