@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -112,6 +113,8 @@ def judge(model: Any, prompts: Any, answers: Any, engine: str) -> tuple[float, i
     bound, same = BOUNDS[engine]
     largest, tied, expert_ties, fine = 0.0, 0, 0, True
     for prompt, answer in zip(prompts, answers, strict=True):
+        if len(answer) != ANSWER:
+            return math.inf, 0, 0, False
         ids = torch.tensor([prompt + [token for token, _ in answer]])
         with _margins(model) as margins:
             logp_LV = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
