@@ -97,15 +97,15 @@ def test_calibration_is_sequential() -> None:
     assert not torch.allclose(seen[0], seen[1], atol=1e-3)
     profiled: list[torch.Tensor] = []
     from moesaic.calibration import ffn_inputs
-    from moesaic.calibration.statistics import compute_statistics
+    from moesaic.calibration.statistics import sum_statistics
 
     def spy(blocks: Any, *rest: Any, **more: Any) -> Any:
         blocks = list(blocks)
-        profiled.append(torch.cat(blocks))
-        return compute_statistics(blocks, *rest, **more)
+        profiled.append(torch.cat([x_TD for x_TD, _ in blocks]))
+        return sum_statistics(blocks, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ffn_inputs, "compute_statistics", spy)
+        patch.setattr(ffn_inputs, "sum_statistics", spy)
         moesaic.convert(tiny_model("llama"), "cmoe", "S0A1E8", WINDOWS)
     torch.testing.assert_close(profiled[1].view_as(seen[0]), seen[0], rtol=1e-5, atol=1e-5)
 
@@ -570,3 +570,23 @@ def test_a_layer_that_was_lent_to_a_device_lies_where_it_lay() -> None:
     assert layer[0].weight.data_ptr() == before
     assert torch.equal(layer[0].weight, value)
     assert layer[1].weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("method", ["moesaic", "moesaic-dynamic", "static-repaired"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_that_are_kept_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, method: str, dtype: torch.dtype
+) -> None:
+    """Nor does anything that reads them change them."""
+    states = []
+    for most in (0, 2**31):
+        monkeypatch.setattr("moesaic.calibration.ffn_inputs.HIDDEN_BYTES", most)
+        settings = {} if method == "static-repaired" else {"up_steps": 1}
+        model, _ = moesaic.convert(
+            tiny_model("llama").to(dtype), method, "S1A2E4", WINDOWS, settings=settings
+        )
+        states.append(model.state_dict())
+    kept, computed = states
+    assert kept.keys() == computed.keys()
+    for name, tensor in kept.items():
+        assert torch.equal(tensor, computed[name]), name

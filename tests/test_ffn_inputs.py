@@ -128,3 +128,44 @@ def test_goals_stay_beside_their_tokens(tokens: int, size: int, hold_out: bool) 
         assert sample.sample_goals() is None
         assert all(goal is None for goal in sample.own_fit_goals())
         assert len(list(sample.own_fit_goals())) == len(list(sample.own_fit()))
+
+
+@pytest.mark.parametrize(
+    ("hold_out", "most", "once"),
+    [(True, 160 * 4, True), (True, 160 * 4 - 1, False), (False, 1000, False)],
+)
+def test_hidden_states_are_computed_once_where_weights_are_fitted_and_they_fit(
+    monkeypatch: pytest.MonkeyPatch, hold_out: bool, most: int, once: bool
+) -> None:
+    """80 tokens of 2 neurons of 4 bytes; of one FFN, and never those of other tokens."""
+    monkeypatch.setattr("moesaic.calibration.ffn_inputs.HIDDEN_BYTES", most)
+    computed: list[int] = []
+    hidden = DenseFFN.hidden
+
+    def counted(ffn: DenseFFN, x_TD: torch.Tensor) -> torch.Tensor:
+        computed.append(len(x_TD))
+        return hidden(ffn, x_TD)
+
+    monkeypatch.setattr(DenseFFN, "hidden", counted)
+    x_TD, inputs = inputs_of(80, 30, hold_out)
+    up_FD = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
+    ffn = DenseFFN(up_FD=up_FD, down_DF=torch.eye(2), activation="linear")
+    other = replace(ffn, up_FD=3 * up_FD)
+    fitted = 70 if hold_out else 80
+    for _ in range(2):
+        inputs.statistics(ffn, PLAIN)
+        for factor, one in ((1, ffn), (3, other)):
+            pairs = list(inputs.own_fit_hidden(one))
+            assert torch.equal(joined(x for x, _ in pairs), x_TD[:fitted])
+            assert torch.equal(joined(h for _, h in pairs), factor * x_TD[:fitted] @ up_FD.T)
+            held = list(inputs.own_heldout_hidden(one))
+            assert torch.equal(joined(x for x, _ in held), x_TD[70:])
+            assert torch.equal(joined(h for _, h in held), factor * x_TD[70:] @ up_FD.T)
+        rows_TF = inputs.map_hidden(ffn, lambda h_TF: 2 * h_TF).whole()
+        assert torch.equal(rows_TF, 2 * x_TD[:fitted] @ up_FD.T)
+        sampled = inputs.apart(35).own_fit_hidden(ffn)
+        thinned_TD = x_TD[[*range(0, 30, 2), *range(30, 60, 2), *range(60, 70, 2)]]
+        assert torch.equal(joined(h for _, h in sampled), thinned_TD @ up_FD.T)
+    of_other = fitted + 10
+    of_first = 80 if once else 2 * (3 * fitted + 10)
+    assert sum(computed) == of_first + 2 * (of_other + 35)

@@ -22,8 +22,12 @@ from moesaic.calibration.statistics import (
     StatisticsKind,
     compute_statistics,
     sample_stride,
+    sum_statistics,
 )
 from moesaic.families import DenseFFN
+
+# Hidden states of one FFN that take no more than this are computed once, and kept.
+HIDDEN_BYTES = 2**31
 
 
 class FFNInputs:
@@ -33,9 +37,12 @@ class FFNInputs:
     mixture. `hold_out` keeps the last tokens of the split out of what is fitted. Without it
     everything is fitted on, and they are what is measured all the same. With `reported`
     a method also fits what its report compares it with. `goals` are of the same tokens,
-    two blocks (T, D) each time: the hidden states that the FFN's output is added to, and
+    two blocks (T, D) each time: the states that the FFN's output is added to, and
     those that should come out. They are asked for once `blocks` are through, and read,
     not copied.
+
+    Where weights are fitted (`hold_out`), the FFN's hidden states are read several times:
+    `with_hidden` keeps them, if they take at most HIDDEN_BYTES and no other device.
 
     Of several processes each keeps the blocks of its `part`; split and ids are of all.
     `fit`, `heldout`, `map`, `statistics` and the samples are of all tokens nevertheless,
@@ -73,6 +80,11 @@ class FFNInputs:
         self._first_heldout = part.first_heldout
         self._num_heldout = split.tokens - split.first_heldout
         self._known: dict[StatisticsKind, Statistics] = {}
+        self._keeps_hidden = hold_out and storage.type == device.type
+        self._ffn: DenseFFN | None = None
+        self._hidden: dict[
+            int, Tensor
+        ] = {}  # of that FFN, by the block's place
         self._fit, self._heldout = _parted(blocks, part.to_fit, storage)
         self._has_goals = goals is not None
         pairs = list(goals or ())
@@ -99,6 +111,8 @@ class FFNInputs:
         view._first = -(-self._first // stride)
         view.tokens = -(-self._split.first_heldout // stride)
         view._known = {}
+        view._keeps_hidden = False
+        view._ffn = None
         return view
 
     def own(self) -> Iterator[Tensor]:
@@ -112,6 +126,44 @@ class FFNInputs:
     def own_heldout(self) -> Iterator[Tensor]:
         """Blocks of the last tokens of the split that this process holds."""
         return self._on_device(self._heldout)
+
+    def own_fit_hidden(self, ffn: DenseFFN) -> Iterator[tuple[Tensor, Tensor]]:
+        """The blocks of `own_fit`, each with the FFN's hidden states (T, F).
+
+        These are to be read only: they may be kept.
+        """
+        return self._with_hidden(ffn, self._to_fit, 0)
+
+    def own_heldout_hidden(
+        self, ffn: DenseFFN
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The blocks of `own_heldout`, likewise."""
+        return self._with_hidden(ffn, self._heldout, len(self._fit))
+
+    def _with_hidden(
+        self, ffn: DenseFFN, blocks: list[Tensor], first: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The blocks from that place on, each with h: as it was kept, or computed."""
+        keeps = self._can_keep(ffn)
+        for place, x_TD in enumerate(self._on_device(blocks), first):
+            h_TF = self._hidden.get(place) if keeps else None
+            if h_TF is None:
+                h_TF = ffn.hidden(x_TD)
+            if keeps:
+                self._hidden[place] = h_TF
+            yield x_TD, h_TF
+
+    def _can_keep(self, ffn: DenseFFN) -> bool:
+        """Whether it is the FFN whose hidden states are kept: the first one asked for."""
+        if not self._keeps_hidden:
+            return False
+        if self._ffn is None:
+            tokens = sum(len(x_TD) for x_TD in self._fit + self._heldout)
+            number = ffn.up_FD.element_size()
+            needed = tokens * ffn.intermediate_size * number
+            self._keeps_hidden = needed <= HIDDEN_BYTES
+            self._ffn = ffn
+        return self._keeps_hidden and self._ffn is ffn
 
     def own_fit_goals(self) -> Iterator[Tensor | None]:
         """The goals of `own_fit`'s blocks; None for each where there are none."""
@@ -150,6 +202,17 @@ class FFNInputs:
 
         def blocks() -> Iterator[Tensor]:
             return map(function, self.own_fit())
+
+        return Rows(blocks, self.share, self._first)
+
+    def map_hidden(
+        self, ffn: DenseFFN, function: Callable[[Tensor], Tensor]
+    ) -> Rows:
+        """The same of the FFN's hidden states (T, F), which the function only reads."""
+
+        def blocks() -> Iterator[Tensor]:
+            for _, h_TF in self.own_fit_hidden(ffn):
+                yield function(h_TF)
 
         return Rows(blocks, self.share, self._first)
 
@@ -194,9 +257,10 @@ class FFNInputs:
         known = self._known.get(kind)
         if known is not None:
             return known
-        return compute_statistics(
-            self.own_fit(), ffn, kind, self.tokens, self.share, self._first
-        )
+        rest = (ffn, kind, self.tokens, self.share, self._first)
+        if kind.normalise:
+            return compute_statistics(self.own_fit(), *rest)
+        return sum_statistics(self.own_fit_hidden(ffn), *rest)
 
     def keep_statistics(
         self, kind: StatisticsKind, statistics: Statistics

@@ -6,7 +6,7 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,13 +100,38 @@ def compute_statistics(
 ) -> Statistics:
     """Statistics of one FFN on blocks of its inputs x (T, D), in one pass.
 
+    As `sum_statistics` has them, of hidden states that are computed here.
+    """
+    if kind.normalise:
+        ffn = ffn.with_unit_rows()
+
+    def with_hidden() -> Iterator[tuple[Tensor, Tensor]]:
+        for x_TD in blocks:
+            if kind.normalise:
+                x_TD = torch.nn.functional.normalize(x_TD, dim=-1)
+            yield x_TD, ffn.hidden(x_TD)
+
+    return sum_statistics(
+        with_hidden(), ffn, kind, tokens_to_come, share, first
+    )
+
+
+@torch.no_grad()
+def sum_statistics(
+    blocks: Iterable[tuple[Tensor, Tensor]],
+    ffn: DenseFFN,
+    kind: StatisticsKind = PLAIN,
+    tokens_to_come: int = SAMPLE_TOKENS,
+    share: Share = ALONE,
+    first: int = 0,
+) -> Statistics:
+    """Statistics of one FFN from blocks of x (T, D) and h (T, F), in one pass.
+
     `tokens_to_come` spaces the sample. Holds one block of hidden states at a time,
     4 K bytes a token, the sample, and with `gram` 4 F^2 bytes. Raises MoesaicError
     where h is not finite. Of several processes each has the blocks of its `share`, from
     the token in place `first` on, and all get the whole: what is held is what is sent.
     """
-    if kind.normalise:
-        ffn = ffn.with_unit_rows()
     neurons = ffn.intermediate_size
     device = ffn.up_FD.device
     top_k = min(kind.activation_top_k or 0, neurons)
@@ -120,10 +145,8 @@ def compute_statistics(
     marks: list[Tensor] = []
     sample_x: list[Tensor] = []
     sample_h: list[Tensor] = []
-    for x_TD in blocks:
-        if kind.normalise:
-            x_TD = torch.nn.functional.normalize(x_TD, dim=-1)
-        h_TF = ffn.hidden(x_TD).float()
+    for x_TD, h_TF in blocks:
+        h_TF = h_TF.float()
         # Norms of columns take ten times as long on a CPU.
         energy_F += h_TF.square().sum(0).cpu().double()
         sum_F += h_TF.sum(0).cpu().double()
@@ -137,7 +160,7 @@ def compute_statistics(
             sample_h += [h.clone() for h in every([h_TF], stride, place)]
         tokens += len(x_TD)
         if top_k:
-            largest_TK = h_TF.abs_().topk(top_k, dim=-1, sorted=False).indices
+            largest_TK = h_TF.abs().topk(top_k, dim=-1, sorted=False).indices
             marks.append(largest_TK.int().cpu())
     share.total_(energy_F, sum_F)
     if not torch.isfinite(energy_F).all():

@@ -48,7 +48,7 @@ from moesaic.parts.clustering import (
     reassign,
 )
 from moesaic.parts.directions import directions
-from moesaic.parts.energies import energies_in_order, expert_grams
+from moesaic.parts.energies import expert_energies, expert_grams
 from moesaic.parts.importance import (
     contribution,
     observability,
@@ -305,13 +305,11 @@ def _energies(fit: LayerFit) -> Tensor:
     experts_RM = torch.from_numpy(fit.partition.experts_RM)
     experts_RM = experts_RM.to(fit.device)
     gram_RMM = expert_grams(fit.ffn, experts_RM)
-    routed = fit.ffn.subset(experts_RM.flatten())
 
-    def energies(x_TD: Tensor) -> Tensor:
-        h_TN = routed.hidden(x_TD)
-        return energies_in_order(h_TN, gram_RMM)
+    def energies(h_TF: Tensor) -> Tensor:
+        return expert_energies(h_TF, experts_RM, gram_RMM)
 
-    return fit.inputs.map(energies).whole()
+    return fit.inputs.map_hidden(fit.ffn, energies).whole()
 
 
 class _Features:

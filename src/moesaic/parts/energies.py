@@ -26,14 +26,8 @@ def expert_energies(
 
     2 T F M FLOPs, not 2 T F D.
     """
-    h_TN = h_TF[:, experts_RM.flatten()]
-    return energies_in_order(h_TN, gram_RMM)
-
-
-def energies_in_order(h_TN: Tensor, gram_RMM: Tensor) -> Tensor:
-    """The same from hidden states that lie expert by expert: nothing is gathered."""
-    experts, size, _ = gram_RMM.shape
-    h_TRM = h_TN.float().unflatten(1, (experts, size))
+    h_TN = h_TF.float().index_select(1, experts_RM.flatten())
+    h_TRM = h_TN.unflatten(1, tuple(experts_RM.shape))
     h_RTM = h_TRM.transpose(0, 1)
     terms_RTM = (h_RTM @ gram_RMM).mul_(h_RTM)
     energy_TR: Tensor = terms_RTM.sum(-1).T

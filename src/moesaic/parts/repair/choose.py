@@ -104,12 +104,10 @@ class Repair:
 class _Trial:
     """One way of masking the FFN: its sums, candidates and held-out errors.
 
-    Where `columns` is a slice, hidden states are masked in place. `dtype` is the
-    model's, which holds them.
+    `dtype` is the model's, which holds hidden states.
     """
 
     kept: Kept
-    columns: slice | Tensor  # of the FFN's hidden states
     moments: Moments
     dtype: torch.dtype
     down_ND: Tensor = field(init=False)
@@ -119,13 +117,13 @@ class _Trial:
 
     def add_(self, x_TD: Tensor, h_TF: Tensor, dense_TD: Tensor) -> None:
         """Adds a block of the tokens to fit on."""
-        h_TN = self.kept.hidden_(x_TD, h_TF[:, self.columns])
+        h_TN = self._kept_hidden(x_TD, h_TF)
         with products_of(self.dtype):
             self.moments.add(h_TN, dense_TD)
 
     def fit(self, down_FD: Tensor, method: str, intercept: bool) -> None:
         """Finds the candidates once the sums are complete."""
-        self.down_ND = down_FD[self.columns]
+        self.down_ND = down_FD[self.kept.neurons_N]
         self.candidates, self.note = _candidates(
             self.moments, self.down_ND, method, intercept
         )
@@ -139,12 +137,17 @@ class _Trial:
         dense_TD: Tensor,
     ) -> None:
         """Adds each candidate's squared error on a block of held-out tokens."""
-        h_TN = self.kept.hidden_(x_TD, h_TF[:, self.columns])
+        h_TN = self._kept_hidden(x_TD, h_TF)
         with products_of(self.dtype):
             residual_TD = dense_TD - h_TN @ self.down_ND
         for index, candidate in enumerate(self.candidates):
             error_TD = residual_TD - candidate.output(h_TN)
             self.error_C[index] += error_TD.square().sum().item()
+
+    def _kept_hidden(self, x_TD: Tensor, h_TF: Tensor) -> Tensor:
+        """Hidden states (T, N) that run: a copy."""
+        h_TN = h_TF.index_select(1, self.kept.neurons_N)
+        return self.kept.hidden_(x_TD, h_TN)
 
     def best(self, energy: float) -> Repair:
         """The candidate of least error, relative to the output's energy."""
@@ -183,19 +186,17 @@ def choose_repairs(
     made. Least squares with fewer than TOKENS_PER_NEURON tokens per neuron falls back to
     mean compensation; the note says so.
     """
-    ffn, columns = _in_order(ffn, kept)
     dtype = ffn.down_DF.dtype
     bias_D = ffn.down_bias_D
     down_FD = ffn.down_DF.float().T.contiguous()
     hidden_size = down_FD.shape[1]
     trials = []
-    for masking, columns_N in zip(kept, columns, strict=True):
+    for masking in kept:
         neurons = len(masking.neurons_N)
         moments = Moments(neurons, hidden_size, down_FD.device)
-        trials.append(_Trial(masking, columns_N, moments, dtype))
+        trials.append(_Trial(masking, moments, dtype))
 
-    def outputs(x_TD: Tensor, goal_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        h_TF = ffn.hidden(x_TD).float()
+    def goal_of(x_TD: Tensor, h_TF: Tensor, goal_TD: Tensor | None) -> Tensor:
         with products_of(dtype):
             if target is None:
                 dense_TD = h_TF @ down_FD
@@ -204,27 +205,30 @@ def choose_repairs(
                 dense_TD = target_h_TF @ target.down_DF.float().T
         if goal_TD is not None and bias_D is not None:
             goal_TD = goal_TD - bias_D.float()  # which stays as it is
-        return h_TF, _towards(goal_TD, dense_TD, undo_drift)
+        return _towards(goal_TD, dense_TD, undo_drift)
 
-    for block in zip(inputs.own_fit(), inputs.own_fit_goals(), strict=True):
-        x_TD, _ = block
-        h_TF, dense_TD = outputs(*block)
-        # The first comes last: it may mask h_TF itself.
-        for trial in reversed(trials):
-            trial.add_(x_TD, h_TF, dense_TD)
+    fit_blocks = inputs.own_fit_hidden(ffn)
+    for (x_TD, h_TF), goal_TD in zip(
+        fit_blocks, inputs.own_fit_goals(), strict=True
+    ):
+        h_TF = h_TF.float()
+        wanted_TD = goal_of(x_TD, h_TF, goal_TD)
+        for trial in trials:
+            trial.add_(x_TD, h_TF, wanted_TD)
     for trial in trials:
         trial.moments.total_(inputs.share)
         trial.fit(down_FD, method, intercept)
 
     energy = 0.0
-    for block in zip(
-        inputs.own_heldout(), inputs.own_heldout_goals(), strict=True
+    heldout_blocks = inputs.own_heldout_hidden(ffn)
+    for (x_TD, h_TF), goal_TD in zip(
+        heldout_blocks, inputs.own_heldout_goals(), strict=True
     ):
-        x_TD, _ = block
-        h_TF, dense_TD = outputs(*block)
-        energy += dense_TD.square().sum(dtype=torch.float64).item()
-        for trial in reversed(trials):
-            trial.add_errors_(x_TD, h_TF, dense_TD)
+        h_TF = h_TF.float()
+        wanted_TD = goal_of(x_TD, h_TF, goal_TD)
+        energy += wanted_TD.square().sum(dtype=torch.float64).item()
+        for trial in trials:
+            trial.add_errors_(x_TD, h_TF, wanted_TD)
     energy = inputs.share.total(energy)
     for trial in trials:
         inputs.share.total_(trial.error_C)
@@ -238,23 +242,6 @@ def _towards(
     if goal_TD is None or not undo_drift:
         return output_TD
     return output_TD.lerp(goal_TD, undo_drift)
-
-
-def _in_order(
-    ffn: DenseFFN,
-    kept: list[Kept],
-) -> tuple[DenseFFN, list[slice | Tensor]]:
-    """The FFN and the columns of each masking in its hidden states.
-
-    In the order of the first masking, if that keeps all: hidden states then are masked
-    where they are, without a copy.
-    """
-    order_N = kept[0].neurons_N
-    if len(order_N) < ffn.intermediate_size:
-        return ffn, [masking.neurons_N for masking in kept]
-    place_F = order_N.argsort()
-    places = [place_F[masking.neurons_N] for masking in kept[1:]]
-    return ffn.subset(order_N), [slice(None), *places]
 
 
 @torch.no_grad()
