@@ -31,7 +31,8 @@ QUESTION = "Explain in one paragraph why the sea is salty."
 ANSWER_TOKENS = 120
 SPARSITIES = (0.25, 0.5)
 LENGTH = 1024  # tokens of a window
-SAMPLES = 12  # calibration windows: 8 tokens a neuron
+SAMPLES = 8  # calibration windows: 5 tokens a neuron
+LAYOUT = "S1A23E32"  # of the model that is written: a search of layouts takes a minute
 HELDOUT_TOKENS = 8192
 
 
@@ -58,7 +59,7 @@ def convert(folder: Path, texts: Texts) -> None:
     out.print(f"1 of 3: converting by moesaic, {SPARSITIES[0]:.0%} skipped")
     _, report = moesaic.convert(
         folder,
-        sparsity=SPARSITIES[0],
+        layout=LAYOUT,
         calibration=texts.calibration,
         samples=SAMPLES,
         sequence_length=LENGTH,

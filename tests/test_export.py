@@ -27,7 +27,13 @@ from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
 from moesaic.export.gguf_vocab import PRE_TOKENIZERS, read_vocabulary
 from moesaic.export.scale import choose_scale, chosen
 from moesaic.export.stock import blocks, common_reasons
-from moesaic.export.verify import agreement, calls, compare_models
+from moesaic.export.verify import (
+    _changed_by_chance,
+    agreement,
+    calls,
+    compare_models,
+    forced,
+)
 from moesaic.families.load import load_model, load_tokenizer
 from moesaic.output.atomic import new_path
 from tests.families import CONTEXT, VOCABULARY, tiny_model, tokens
@@ -686,6 +692,39 @@ def test_the_command_exports_explains_and_verifies(
     assert "--output does not go with --explain" in capsys.readouterr().err
     assert call(folder, "--explain", "--json", report) == 0
     assert json.loads(report.read_text())["qwen2_moe"] == []
+
+
+class _TwoOfFour(torch.nn.Module):
+    """Runs the two experts of largest score; inputs are the scores."""
+
+    num_routed = 4
+    num_active = 2
+
+    def forward(self, x_TR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        index_TK = x_TR.topk(2, dim=1).indices
+        return index_TK, torch.ones_like(x_TR).gather(1, index_TK)
+
+    def scores(self, x_TR: torch.Tensor) -> torch.Tensor:
+        return x_TR
+
+    def gates(self, score_TR: torch.Tensor) -> torch.Tensor:
+        return 10 * score_TR
+
+
+def test_choices_that_differ_are_counted_against_chance() -> None:
+    """Of two of four experts one differs by chance; the gates are those of what was told."""
+    router = _TwoOfFour()
+    score_TR = torch.tensor([[4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]])
+    told_TK = torch.tensor([[2, 0], [3, 2], [0, 1]])
+    changed = [0]
+    with forced([router], [told_TK], changed):
+        index_TK, gate_TK = router(score_TR)
+    assert torch.equal(index_TK, told_TK)
+    assert gate_TK.tolist() == [[20, 40], [40, 30], [10, 20]]
+    assert changed == [1 + 0 + 2]
+    assert _changed_by_chance(router) == 1.0
+    router.num_active = 4
+    assert _changed_by_chance(router) == 0.0
 
 
 def test_near_ties_are_no_other_architecture(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -51,9 +51,10 @@ LONGEST_WINDOW = 512  # tokens of a window that models are compared on
 PROBE_TOKENS = 4096  # of text, on which the scale of the scores is chosen
 VERIFY_TOKENS = 16_384  # on which perplexities are measured
 # Where both run the same experts: the mean difference of logits over their rms that is
-# more than rounding, and the share of tokens that near ties cannot explain.
+# more than rounding, and the share of what chance would change that near ties cannot
+# explain (SmolLM2 in bfloat16, 168 of 248 experts: 0.012).
 UNFAITHFUL = 0.05
-OTHER_CHOICES = 0.5
+OTHER_CHOICES = 0.25
 SHARD_SIZE = "5GB"
 
 
@@ -341,8 +342,8 @@ def _check_faithful(
         )
     raise MoesaicError(
         f"{options.model} as {stock.config.model_type} differs from the original by "
-        f"{agreed.difference:.2g} of the logits' rms with the same experts, and chooses "
-        f"others for {agreed.changed:.0%} of the tokens; {why}"
+        f"{agreed.difference:.2g} of the logits' rms with the same experts, and its "
+        f"choices differ {agreed.changed:.0%} as often as by chance; {why}"
     )
 
 

@@ -86,8 +86,10 @@ def compare_models(
 class Agreement:
     """Of two models that run the same experts, whoever chose them.
 
-    `difference`: of logits, its mean over the rms of the original's. `changed`: the share
-    of tokens for which the original would have chosen others, in the worst layer.
+    `difference`: of logits, its mean over the rms of the original's. `changed`: the
+    choices that the original would have made otherwise, over those that would differ
+    by chance, in the worst layer. (Tokens of which any choice differs say little: of 250
+    experts near ties take half of them.)
     """
 
     difference: float
@@ -106,7 +108,7 @@ def agreement(model: Any, stock: Any, ids: Tensor, length: int) -> Agreement:
     routers, stock_routers = _routers(model, stock)
     total = 0.0
     energy = 0.0
-    changed = [0] * len(routers)
+    changed = [0] * len(routers)  # choices, by layer
     for window_L in windows_NL:
         with calls(stock_routers) as stock_calls:
             stock_LV = _logits(stock, window_L)
@@ -119,7 +121,17 @@ def agreement(model: Any, stock: Any, ids: Tensor, length: int) -> Agreement:
         energy += energy_L.sum(dtype=torch.float64).item()
     tokens = windows_NL.numel()
     rms = max((energy / tokens) ** 0.5, 1e-30)
-    return Agreement(total / tokens / rms, max(changed, default=0) / tokens)
+    by_chance = [tokens * _changed_by_chance(router) for router in routers]
+    pairs = zip(changed, by_chance, strict=True)
+    shares = [count / most for count, most in pairs if most > 0]
+    return Agreement(total / tokens / rms, max(shares, default=0.0))
+
+
+def _changed_by_chance(router: Any) -> float:
+    """How many of a token's K choices of R experts differ from K others drawn at random."""
+    active: int = router.num_active
+    routed: int = router.num_routed
+    return active * (1 - active / routed)
 
 
 def _routers(model: Any, stock: Any) -> tuple[list[Any], list[Any]]:
@@ -136,13 +148,13 @@ def _routers(model: Any, stock: Any) -> tuple[list[Any], list[Any]]:
 def forced(
     routers: list[Any], indices: list[Tensor], changed: list[int]
 ) -> Iterator[None]:
-    """Routers choose what they are told (T, K); counts tokens that they had otherwise."""
+    """Routers choose what they are told (T, K); counts what they had chosen otherwise."""
 
     def force(layer: int, router: Any, args: Any, output: Any) -> Any:
         told_TK = indices[layer]
         own_TR = chosen(output[0], router.num_routed)
         told_TR = chosen(told_TK, router.num_routed)
-        changed[layer] += int((own_TR != told_TR).any(1).sum())
+        changed[layer] += int((own_TR & ~told_TR).sum())
         gate_TR = router.gates(router.scores(args[0]))
         return told_TK, gate_TR.gather(1, told_TK)
 
