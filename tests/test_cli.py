@@ -955,6 +955,7 @@ def tampered(moe: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         (["convert", "demo", "--seed", "abc"], "moesaic convert --help"),
         (["nonsense"], "moesaic --help"),
         (["flops", "-x"], "moesaic flops --help"),
+        (["export", "demo", "--verify"], "moesaic export --help"),
     ],
 )
 def test_wrong_usage_is_one_line(run: Run, arguments: list[str], where: str) -> None:

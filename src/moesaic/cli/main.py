@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
+from typer.main import get_command
 
 from moesaic import launch
 from moesaic._version import __version__
@@ -111,9 +112,13 @@ def _refuse(message: str, first_speaks: bool = True) -> int:
 def _help_of(error: TyperException) -> str:
     """What to type for the help of the command that was misused."""
     context = getattr(error, "ctx", None)
-    if context is None or context.parent is None:
-        return "moesaic --help"
-    return f"moesaic {context.info_name} --help"
+    if context is not None and context.parent is not None:
+        return f"moesaic {context.info_name} --help"
+    # An option whose value is missing is found before there is a context.
+    first = sys.argv[1]
+    if first in get_command(app).commands:  # type: ignore[attr-defined]
+        return f"moesaic {first} --help"
+    return "moesaic --help"
 
 
 def _gpu_is_full(error: RuntimeError) -> bool:
