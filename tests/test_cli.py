@@ -24,6 +24,7 @@ import moesaic
 from moesaic.cli import tables
 from moesaic.cli.main import app, main
 from moesaic.cli.options import parse_settings
+from moesaic.cli.purpose import _measured
 from moesaic.conversion.advice import next_steps
 from moesaic.demo import demo_path
 from moesaic.families.load import load_model, load_tokenizer
@@ -160,6 +161,19 @@ def test_a_purpose_chooses_the_method_and_says_what_it_can_gain(
     ours = {"prefill": "a prompt of 512 0.", "decode": "one token 0.", "batch": "sequences 0."}
     assert ours[purpose] in first
     assert "warning" not in out
+
+
+@pytest.mark.parametrize(
+    ("routed", "told"),
+    [(128, "transformers 0.82 to 1.11"), (248, "256 experts in transformers 1.26")],
+)
+def test_many_small_experts_are_told_their_own_times(routed: int, told: str) -> None:
+    router = SimpleNamespace(kind="linear", chooser="topk")
+    sizes = SimpleNamespace(num_routed=routed)
+    moe: Any = SimpleNamespace(layers=(0,), router=router, first_sizes=sizes)
+    measured = _measured(moe)
+    assert measured is not None
+    assert measured.startswith(told)
 
 
 def test_a_purpose_that_gains_nothing_is_warned_of(run: Run, tmp_path: Path) -> None:

@@ -37,12 +37,13 @@ class FFNInputs:
     mixture. `hold_out` keeps the last tokens of the split out of what is fitted. Without it
     everything is fitted on, and they are what is measured all the same. With `reported`
     a method also fits what its report compares it with. `goals` are of the same tokens,
-    two blocks (T, D) each time: the states that the FFN's output is added to, and
+    two blocks (T, D) each time: the hidden states that the FFN's output is added to, and
     those that should come out. They are asked for once `blocks` are through, and read,
     not copied.
 
     Where weights are fitted (`hold_out`), the FFN's hidden states are read several times:
-    `with_hidden` keeps them, if they take at most HIDDEN_BYTES and no other device.
+    `own_fit_hidden` and `own_heldout_hidden` keep those of the first FFN they are asked
+    for, if they take at most HIDDEN_BYTES and blocks lie on the device that computes.
 
     Of several processes each keeps the blocks of its `part`; split and ids are of all.
     `fit`, `heldout`, `map`, `statistics` and the samples are of all tokens nevertheless,
@@ -82,9 +83,8 @@ class FFNInputs:
         self._known: dict[StatisticsKind, Statistics] = {}
         self._keeps_hidden = hold_out and storage.type == device.type
         self._ffn: DenseFFN | None = None
-        self._hidden: dict[
-            int, Tensor
-        ] = {}  # of that FFN, by the block's place
+        # Of that FFN, by the block's place.
+        self._hidden: dict[int, Tensor] = {}
         self._fit, self._heldout = _parted(blocks, part.to_fit, storage)
         self._has_goals = goals is not None
         pairs = list(goals or ())

@@ -33,6 +33,8 @@ _EXPERTS = (
     "transformers 0.82 to 1.11 and 0.74 to 0.95, vLLM with moesaic beside it 0.95 and 1.03, "
     "exported 1.21 to 1.45 and 0.92 to 0.97, llama.cpp 1.7 to 5.8 and 1.2 to 1.6"
 )
+MOST_TIMED = 128  # experts of those times; 256 of them were timed apart
+_SMALL_EXPERTS = "256 experts in transformers 1.26 and 0.94"
 _NEURONS = (
     "transformers 1.05 to 1.09 and 0.73 to 0.94, vLLM with moesaic beside it 1.09 and 0.85 "
     "(with a C++ compiler and AVX-512)"
@@ -94,7 +96,10 @@ def _measured(moe: MoEConfig) -> str | None:
         return _NEURONS
     # Others run their own way, and most engines do not hold them.
     is_usual = moe.router.kind == "linear" and moe.router.chooser == "topk"
-    return _EXPERTS if is_usual else None
+    if not is_usual:
+        return None
+    are_small = moe.first_sizes.num_routed > MOST_TIMED
+    return _SMALL_EXPERTS if are_small else _EXPERTS
 
 
 def floors_of(plan: Plan) -> dict[str, float | None] | None:
