@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 import moesaic  # noqa: F401 - registers the kernel
-from moesaic.kernels.gpu import FEW_TOKENS
+from moesaic.kernels.gpu import are_few
 from moesaic.layout import Layout
 from moesaic.modeling import Sizes
 
@@ -106,7 +106,7 @@ def both_ways(
     blocks: Sequence[Any], x_TD: Tensor
 ) -> list[torch.cuda.CUDAGraph]:
     """Ours, gathering tokens and not, whatever pays; nothing where it never gathers."""
-    if len(x_TD) <= FEW_TOKENS:
+    if are_few(x_TD, blocks[0].experts.down_proj):
         return []
     from moesaic.kernels.gathered_triton import SPEED  # needs Triton
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from moesaic.kernels import gpu
+from moesaic.kernels import experts_fit, gpu
 from moesaic.kernels.experts import experts_forward
 from moesaic.kernels.gathered_triton import SPEED, gathering_pays, rows_of
 from moesaic.kernels.gpu import FEW_TOKENS
@@ -217,7 +217,9 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
         *zip(EXPERTS[:3], [70, FEW_TOKENS + 1, 200], strict=True),
     ],
 )
-def test_experts_equal_the_double_loop(shape: tuple[int, int, int, int], tokens: int) -> None:
+def test_experts_equal_the_double_loop(
+    shape: tuple[int, int, int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = block_of((1, *shape))
     x_TD = torch.randn(tokens, shape[-1])
     index_TK, gate_TK = block.router(x_TD)
@@ -226,11 +228,28 @@ def test_experts_equal_the_double_loop(shape: tuple[int, int, int, int], tokens:
     found = experts_forward(block.experts, x_TD, index_TK, gate_TK)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(experts_forward(block.experts, x_TD, index_TK, gate_TK), found)
-    assert block.experts.down_proj.is_contiguous()  # or the CPU's kernel had it
-    # However W_down lies, as after the CPU's kernel.
+    # Or the CPU's kernel had it, or every prompt copies W_down.
+    assert block.experts.down_proj.transpose(0, 1).is_contiguous()
+    # However W_down lies, as where it has learnt.
+    monkeypatch.setattr(experts_fit, "as_one_matrix", lambda down: None)
     down = block.experts.down_proj
-    down.data = down.data.mT.contiguous().mT
-    assert torch.equal(experts_forward(block.experts, x_TD, index_TK, gate_TK), found)
+    for turned in (down.data.contiguous(), down.data.mT.contiguous().mT):
+        down.data = turned
+        assert torch.equal(experts_forward(block.experts, x_TD, index_TK, gate_TK), found)
+
+
+def test_what_has_learnt_lies_as_it_did() -> None:
+    """Optimisers keep what belongs to its elements in their order."""
+    block = block_of((1, 12, 9, 4, 40))
+    down = block.experts.down_proj
+    with torch.enable_grad():
+        down.requires_grad_()
+        block.train()(torch.randn(3, 40)).sum().backward()
+    block.eval()
+    x_TD = torch.randn(3, 40)
+    found = experts_forward(block.experts, x_TD, *block.router(x_TD))
+    assert torch.isfinite(found).all()
+    assert down.is_contiguous()
 
 
 @pytest.mark.parametrize("tokens", [1, FEW_TOKENS + 6])
@@ -321,14 +340,17 @@ def slow_block(block: Any, x_TD: Tensor) -> Tensor:
         *zip(BLOCKS[:3], [FEW_TOKENS + 1, 70, 66], strict=True),
     ],
 )
-def test_blocks_equal_the_double_loop(shape: tuple[int, ...], tokens: int) -> None:
+def test_blocks_equal_the_double_loop(
+    shape: tuple[int, ...], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = block_of(shape)  # type: ignore[arg-type]
     x_TD = torch.randn(tokens, shape[-1])
     found = block_forward(block, x_TD)
     assert found is not None
     torch.testing.assert_close(found, slow_block(block, x_TD), rtol=1e-5, atol=1e-5)
     assert torch.equal(block_forward(block, x_TD), found)
-    # However W_down lies, as after the CPU's kernel.
+    # However W_down lies, as where it has learnt.
+    monkeypatch.setattr(experts_fit, "as_one_matrix", lambda down: None)
     for down in [block.experts.down_proj, *shared_down_of(block)]:
         down.data = down.data.mT.contiguous().mT
     assert torch.equal(block_forward(block, x_TD), found)

@@ -41,7 +41,13 @@ def inference() -> Iterator[None]:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def code() -> dict[str, str]:
+    """Of each kernel, as compiled last."""
+    return {}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, code: dict[str, str]) -> set[str]:
     """Names of the kernels that were compiled for that GPU; none is launched."""
     target = GPUTarget("cuda", CAPABILITY, 32)
     no_gpu = SimpleNamespace(
@@ -57,6 +63,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         assert f".target sm_{CAPABILITY}" in made.asm["ptx"]
         assert made.asm["cubin"]
         names.add(kernel.__name__)
+        code[kernel.__name__] = made.asm["ptx"]
         return made
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -121,3 +128,15 @@ def test_blocks(tokens: int, kind: str, compiled: set[str]) -> None:
     assert block_forward(block, torch.randn(tokens, 40).bfloat16()) is not None
     assert compiled == (PROMPTS if tokens > 64 else BLOCKS)
     assert not gpu._failed
+
+
+@pytest.mark.parametrize("neurons", [24, 32])
+def test_w_down_is_read_16_bytes_at_a_time(
+    neurons: int, compiled: set[str], code: dict[str, str]
+) -> None:
+    """Whatever multiple of 8 its experts have, and though all are one matrix."""
+    block = block_of((16, neurons, 5, 2, 64), torch.bfloat16)
+    assert block_forward(block, torch.randn(1, 64).bfloat16()) is not None
+    assert block.experts.down_proj.transpose(0, 1).is_contiguous()
+    assert compiled == BLOCKS
+    assert "ld.global.b16" not in code["_output"]

@@ -75,7 +75,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         down_DS = shared.down_proj.weight
         if shared.gate_proj is not None:
             gate_SD = shared.gate_proj.weight
-    are_few = len(x_TD) <= gpu.FEW_TOKENS
+    are_few = gpu.are_few(x_TD, experts.down_proj)
     return gpu.call(
         "blocks" if are_few else "prompts",
         x_TD.contiguous(),

@@ -18,6 +18,7 @@ from moesaic.kernels.experts_call import first_matrix
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
     are_hooked,
+    as_one_matrix,
     can_be_read,
     is_plain_inference,
     learns,
@@ -42,9 +43,26 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
 
 def fits_gpu(experts: Any, x_TD: Tensor) -> bool:
     """Whether they run by the kernels for GPUs, on such an input."""
+    has_learnt = experts_learn(experts)
     if not len(x_TD) or torch.is_grad_enabled():
         return False
-    return is_usual(experts, x_TD) and not is_offloaded(experts)
+    if not is_usual(experts, x_TD) or is_offloaded(experts):
+        return False
+    if not has_learnt:
+        _lay_out_on_gpu(experts, x_TD)
+    return True
+
+
+def _lay_out_on_gpu(experts: Any, x_TD: Tensor) -> None:
+    """W_down as one matrix, or every prompt would copy it.
+
+    By the first call, whatever its length: a CUDA graph holds the place where weights lie.
+    So not while one is being made; nor can a graph that torch compiles hold this.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not x_TD.is_cuda or not torch.cuda.is_current_stream_capturing():
+        as_one_matrix(experts.down_proj)
 
 
 def is_usual(experts: Any, x_TD: Tensor) -> bool:

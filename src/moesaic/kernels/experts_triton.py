@@ -167,13 +167,14 @@ def run_listed(
         width // unit_of(width),
         shared_row // unit_of(shared_row),
         shared_column,
-        of_expert,
+        of_expert // unit_of(of_expert),
         of_row // unit_of(of_row),
         of_column,
         BY_SHARED=unit_of(shared),
         BY_NEURONS=unit_of(neurons),
         BY_WIDTH=unit_of(width),
         BY_SHARED_ROW=unit_of(shared_row),
+        BY_EXPERT=unit_of(of_expert),
         BY_ROW=unit_of(of_row),
         TOKENS=place.padded,
         **tiling(OUTPUT, x_TD.dtype),
@@ -298,13 +299,14 @@ def _output(
     width_units,
     shared_row_units,
     shared_from_column,
-    from_expert,
+    expert_units,
     row_units,
     from_column,
     BY_SHARED: tl.constexpr,
     BY_NEURONS: tl.constexpr,
     BY_WIDTH: tl.constexpr,
     BY_SHARED_ROW: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     BY_ROW: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -318,6 +320,7 @@ def _output(
     M = neuron_units * BY_NEURONS
     F = width_units * BY_WIDTH
     shared_from_row = shared_row_units * BY_SHARED_ROW
+    from_expert = expert_units * BY_EXPERT
     from_row = row_units * BY_ROW
     tile = tl.program_id(0)
     share = tl.program_id(1)

@@ -19,13 +19,13 @@ from torch import Tensor
 from moesaic.kernels.experts_triton import tile_of, tiling
 from moesaic.kernels.tiles_triton import activated, multiplied
 
-# Run on no GPU yet. In bfloat16 the compiler makes what an H100 is fast at of these sizes
-# (wgmma, copies of 16 bytes on the way, 126 registers, none in memory); in float32 it runs
-# out of registers with 64 rows.
+# The fastest of sixteen in bfloat16 on an H200 (benchmarks/results), with 128 tokens for a
+# program; in float32 the compiler runs out of registers with 64 rows.
 PRODUCT = {"WIDTH": 64, "num_stages": 3}
 ROWS = (64, 32)  # neurons of a program, the larger if that wastes little
 WASTE = 1.15
-# Over torch's product, by multiply-accumulates in a second: guesses.
+# Over torch's product, by multiply-accumulates in a second. In bfloat16 0.5 to 0.75 was
+# measured there, the more tokens an expert has the more; in float32 a guess.
 SPEED = {torch.bfloat16: 0.6, torch.float32: 0.3}
 MANY = 256  # tokens for each expert, from which a program takes 128
 SORTED = 1024  # tokens that `_sort` looks at together

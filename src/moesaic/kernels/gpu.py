@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 
 FEW_TOKENS = 64  # of which experts_triton.py takes no more at once
+# Blocks of many experts, or of so many weights in W_down, take no more than these:
+# products for all tokens take less time from there on, on an H200.
+FEWER_TOKENS = 32
+MANY_EXPERTS = 32
+MANY_WEIGHTS = 2**25
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 log = logging.getLogger(__name__)
@@ -27,6 +32,12 @@ _too_large: set[str] = set()  # somewhere, said once
 def takes(x_TD: Tensor) -> bool:
     """Whether Triton runs where this tensor lies."""
     return x_TD.is_cuda or (INTERPRETED and x_TD.is_cpu)
+
+
+def are_few(x_TD: Tensor, down_RDM: Tensor) -> bool:
+    """Whether so many tokens of a block are faster by kernels that read each weight once."""
+    is_large = len(down_RDM) > MANY_EXPERTS or down_RDM.numel() >= MANY_WEIGHTS
+    return len(x_TD) <= (FEWER_TOKENS if is_large else FEW_TOKENS)
 
 
 def call(name: str, x_TD: Tensor, *others: Any) -> Tensor | None:

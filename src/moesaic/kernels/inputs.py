@@ -129,16 +129,28 @@ def rows_side_by_side(matrix: Any) -> Tensor:
 
     The column of an input then lies side by side. In place: nothing is held twice.
     """
-    turned: Tensor = matrix.data.mT
+    return _turned(matrix, -2, -1)
+
+
+def as_one_matrix(down_RDM: Any) -> Tensor:
+    """W_down of all experts as (D, R, M), and in memory so, whatever its shape says.
+
+    It then is one matrix of all experts' neurons. In place, likewise.
+    """
+    return _turned(down_RDM, 0, 1)
+
+
+def _turned(matrix: Any, first: int, second: int) -> Tensor:
+    turned: Tensor = matrix.data.transpose(first, second)
     if turned.is_contiguous():
         return turned
     with _LAYING_OUT:
-        turned = matrix.data.mT
+        turned = matrix.data.transpose(first, second)
         if not turned.is_contiguous():
             # Else it could never be trained again.
             with torch.inference_mode(False):
-                turned = matrix.data.mT.contiguous()
-                matrix.data = turned.mT
+                turned = matrix.data.transpose(first, second).contiguous()
+                matrix.data = turned.transpose(first, second)
     return turned
 
 

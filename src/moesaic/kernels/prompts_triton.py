@@ -4,8 +4,7 @@
 hidden states of those; else torch makes those of all, one product for all experts, and
 `_masked` multiplies them with their gates, 0 for experts that do not run. W_down is one
 product for all experts in torch, of zeros too: sums over a token's experts would write as
-many outputs as it runs experts. What the whole takes beside the dense FFN are the router
-and a copy of W_down, whose experts do not lie side by side.
+many outputs as it runs experts.
 
 Shape suffixes: T tokens, D hidden_size, R experts, M neurons of an expert, N rows of a
 matrix, S neurons of the shared expert, C columns, F hidden states of a token.
@@ -31,7 +30,7 @@ from moesaic.kernels.gathered_triton import gathered, gathering_pays
 from moesaic.kernels.tiles_triton import activated, multiplied
 
 TOKENS = tl.constexpr(16)  # of a program of `_gates`
-GATES = {"WIDTH": 64, "num_warps": 4, "num_stages": 3}
+TILE = 8192  # weights of the router that a program of `_gates` reads at once
 WIDTH = 1024  # hidden states of a program of `_masked`
 
 
@@ -56,6 +55,8 @@ def prompts(
     """What `blocks` gives, (T, D)."""
     tokens, hidden = x_TD.shape
     count = len(first_RND)
+    padded = max(FEWEST, triton.next_power_of_2(count))
+    matrices = 1 if router_gate_RD is None else 2
     gate_TR = x_TD.new_empty((tokens, count), dtype=torch.float32)
     with torch.cuda.device_of(x_TD):  # Triton launches on the current one
         _gates[(triton.cdiv(tokens, TOKENS.value),)](
@@ -69,12 +70,12 @@ def prompts(
             hidden,
             count,
             active,
-            EXPERTS=max(FEWEST, triton.next_power_of_2(count)),
+            EXPERTS=padded,
             GATED=router_gate_RD is not None,
             COPIES=copies,
             ABSOLUTE=absolute,
             ACTIVATION=activation,
-            **tiling(GATES, x_TD.dtype),
+            **tiling(_tiling_of_gates(padded * matrices), x_TD.dtype),
         )
         h_TF = routed_hidden(
             x_TD, first_RND, gate_TR, active, gated, activation
@@ -95,6 +96,16 @@ def prompts(
 @prompts.register_fake
 def _shape_of_prompts(x_TD: Tensor, *others: object) -> Tensor:
     return torch.empty_like(x_TD)
+
+
+def _tiling_of_gates(rows: int) -> dict[str, int]:
+    """The wider, the fewer steps; but a wide tile of many rows fits no GPU."""
+    width = min(max(TILE // rows, 64), 256)
+    return {
+        "WIDTH": width,
+        "num_warps": 8 if width == 256 else 4,
+        "num_stages": 3,
+    }
 
 
 def routed_hidden(
@@ -120,7 +131,7 @@ def routed_hidden(
 
 
 def flat_down(down_RDM: Tensor) -> Tensor:
-    """W_down of all experts beside each other (D, F)."""
+    """W_down of all experts beside each other (D, F): a copy, unless they lie so."""
     return down_RDM.transpose(0, 1).flatten(1)
 
 
