@@ -34,6 +34,7 @@ from moesaic.export.verify import (
     Comparison,
     agreement,
     compare_models,
+    experts_by_kernel,
     router_inputs,
 )
 from moesaic.families.load import (
@@ -180,9 +181,10 @@ def run_export(
         with widened():
             _check_faithful(options, loaded, stock, ids, length, scales)
             if options.verify is not None:
-                comparison = compare_models(
-                    loaded, stock, ids, length, VERIFY_TOKENS
-                )
+                with experts_by_kernel(stock):
+                    comparison = compare_models(
+                        loaded, stock, ids, length, VERIFY_TOKENS
+                    )
         report = ExportReport(
             format=options.format,
             architecture=stock.config.model_type,

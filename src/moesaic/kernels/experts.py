@@ -101,7 +101,7 @@ def _fits_any(experts: Any, x_TD: Tensor) -> bool:
     return fits(experts, x_TD)
 
 
-def _by_itself() -> bool:
+def runs_by_itself() -> bool:
     """Whether converted models take it unasked.
 
     On processors where it was measured to be faster; on a GPU the kernel for blocks was,
@@ -113,7 +113,7 @@ def _by_itself() -> bool:
     return capability.startswith(("AVX2", "AVX512"))
 
 
-experts_forward.by_itself = _by_itself()  # type: ignore[attr-defined]
+experts_forward.by_itself = runs_by_itself()  # type: ignore[attr-defined]
 experts_forward.fits = _fits_any  # type: ignore[attr-defined]
 experts_forward.block = block_forward  # type: ignore[attr-defined]
 experts_forward.neurons = neurons_forward  # type: ignore[attr-defined]
