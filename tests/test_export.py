@@ -735,12 +735,17 @@ def test_near_ties_are_no_other_architecture(folders: dict[str, Path], tmp_path:
     same = agreement(original, stock, ids, 32)
     assert same.difference < 1e-3
     assert same.changed < 0.1
+    assert max(compare_models(original, stock, ids, 32, 64).changed) < 0.1
     with torch.no_grad():
         for layer in stock.model.layers:
             layer.mlp.gate.weight.neg_()
     free = compare_models(original, stock, ids, 32, 64)
     turned = agreement(original, stock, ids, 32)
     assert free.mean > 10 * turned.difference
+    # The least likely experts of the first layer, where both get the same inputs.
+    sizes = original.config.moesaic.first_sizes
+    others = min(sizes.num_active, sizes.num_routed - sizes.num_active)
+    assert free.changed[0] == pytest.approx(others / sizes.num_active)
     assert turned.difference < 1e-3
     assert turned.changed > 0.5
     with torch.no_grad():

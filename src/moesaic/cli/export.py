@@ -154,8 +154,8 @@ def _print(report: ExportReport) -> None:
         changed = ""
         if found.changed:
             changed = (
-                f"{max(found.changed):.3%} of {found.tokens} tokens run other experts "
-                "in the worst layer; "
+                f"{max(found.changed):.3%} of the choices of experts differ in the "
+                f"worst layer ({found.tokens} tokens); "
             )
         out.print(
             f"logits differ by {found.mean:.2e} of their rms on average, "

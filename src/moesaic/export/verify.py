@@ -45,7 +45,10 @@ def experts_by_kernel(stock: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of logits over the rms of the original's; `changed` by layer, of tokens."""
+    """Differences of logits over the rms of the original's.
+
+    `changed` is the share of the choices of experts that fall otherwise, by layer.
+    """
 
     tokens: int
     largest: float
@@ -69,7 +72,7 @@ def compare_models(
     largest = 0.0
     total = 0.0
     energy = 0.0
-    changed = [0] * len(routers)  # tokens that run other experts, by layer
+    changed = [0] * len(routers)  # choices that fall otherwise, by layer
     for window_L in windows_NL:
         with calls(routers) as router_calls:
             logit_LV = _logits(model, window_L)
@@ -87,8 +90,7 @@ def compare_models(
             _, (_, _, stock_index_TK) = stock_call
             runs_TR = chosen(index_TK, sizes.num_routed)
             stock_runs_TR = chosen(stock_index_TK, sizes.num_routed)
-            changed_T = (runs_TR != stock_runs_TR).any(1)
-            changed[layer] += int(changed_T.sum())
+            changed[layer] += int((runs_TR & ~stock_runs_TR).sum())
     tokens = windows_NL.numel()
     rms = max((energy / tokens) ** 0.5, 1e-30)
     mean = total / tokens
@@ -98,7 +100,10 @@ def compare_models(
         tokens=tokens,
         largest=largest / rms,
         mean=mean / rms,
-        changed=[count / tokens for count in changed],
+        changed=[
+            count / (tokens * router.num_active)
+            for count, router in zip(changed, routers, strict=True)
+        ],
         perplexity=stock_perplexity,
         original_perplexity=original_perplexity,
     )
