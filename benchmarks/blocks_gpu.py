@@ -46,8 +46,8 @@ def graph_of(
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        calls[0](x_TD)
-        calls[-1](x_TD)
+        for call in calls:  # each lays its weights out the first time
+            call(x_TD)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -32,9 +32,11 @@ from moesaic.export.verify import (
     agreement,
     calls,
     compare_models,
+    experts_by_kernel,
     forced,
 )
 from moesaic.families.load import load_model, load_tokenizer
+from moesaic.kernels.experts import runs_by_itself
 from moesaic.output.atomic import new_path
 from tests.families import CONTEXT, VOCABULARY, tiny_model, tokens
 from tests.stock_models import DENSE, converted_folder, dense_model, tokenizer
@@ -725,6 +727,15 @@ def test_choices_that_differ_are_counted_against_chance() -> None:
     assert _changed_by_chance(router) == 1.0
     router.num_active = 4
     assert _changed_by_chance(router) == 0.0
+
+
+def test_experts_run_by_the_kernel_meanwhile(folders: dict[str, Path], tmp_path: Path) -> None:
+    _, stock = exported(folders["llama"], "glm4_moe", tmp_path / "out")
+    own = stock.config._experts_implementation
+    assert own != "moesaic"
+    with experts_by_kernel(stock):
+        assert (stock.config._experts_implementation == "moesaic") == runs_by_itself()
+    assert stock.config._experts_implementation == own
 
 
 def test_near_ties_are_no_other_architecture(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -173,14 +173,35 @@ def test_a_graph_holds_a_block(shape: Any, tokens: int, nothing_fails: None) -> 
         for _ in range(2):
             block(x_TD)
     torch.cuda.synchronize()
+    place = block.experts.down_proj.data_ptr()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y_TD = block(x_TD)
-    block(torch.randn(2000, 576, device=GPU, dtype=torch.bfloat16))  # moves no weights
+    block(torch.randn(2000, 576, device=GPU, dtype=torch.bfloat16))
+    assert block.experts.down_proj.data_ptr() == place
     for _ in range(3):
         x_TD.normal_()
         graph.replay()
         assert torch.equal(y_TD, block(x_TD))
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_what_a_graph_reads_stays_where_it_is(tokens: int, nothing_fails: None) -> None:
+    """Also where the block was never called before."""
+    block = block_of(MASKED, torch.bfloat16).to(GPU)
+    twin = copy.deepcopy(block)
+    x_TD = torch.randn(tokens, 576, device=GPU, dtype=torch.bfloat16)
+    twin(x_TD)  # compiles the kernels
+    torch.cuda.synchronize()
+    place = block.experts.down_proj.data_ptr()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y_TD = block(x_TD)
+    block(x_TD)
+    assert block.experts.down_proj.data_ptr() == place
+    torch.cuda.empty_cache()
+    graph.replay()
+    assert torch.equal(y_TD, block(x_TD))
 
 
 @pytest.mark.parametrize("shape", [MASKED, GATHERED])

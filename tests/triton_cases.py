@@ -401,6 +401,17 @@ def test_when_gathering_pays() -> None:
     assert not gathering_pays(2, 6, 192, torch.float32)
     assert not gathering_pays(11, 15, 96, torch.bfloat16)  # 11/15
     assert not gathering_pays(4, 8, 48, torch.bfloat16)  # 4/8, times 64/48
+    assert not gathering_pays(3, 5, 704, torch.bfloat16)  # 3/5: no more, and no less
+
+
+@pytest.mark.parametrize(
+    ("experts", "neurons", "hidden", "most"),
+    [(15, 352, 2048, 64), (5, 1376, 4096, 32), (62, 24, 576, 32), (31, 48, 576, 64)],
+)
+def test_how_many_tokens_are_few(experts: int, neurons: int, hidden: int, most: int) -> None:
+    down_RDM = torch.empty(experts, hidden, neurons, device="meta")
+    assert gpu.are_few(torch.empty(most, hidden, device="meta"), down_RDM)
+    assert not gpu.are_few(torch.empty(most + 1, hidden, device="meta"), down_RDM)
 
 
 @pytest.mark.parametrize("tokens", [3, FEW_TOKENS + 1])

@@ -140,3 +140,5 @@ def test_w_down_is_read_16_bytes_at_a_time(
     assert block.experts.down_proj.transpose(0, 1).is_contiguous()
     assert compiled == BLOCKS
     assert "ld.global.b16" not in code["_output"]
+    # The list of experts comes in fours, nothing else.
+    assert code["_output"].count("cp.async.cg") > 4 * code["_output"].count("cp.async.ca")

@@ -29,6 +29,10 @@ from moesaic.kernels.inputs import (
 LARGE = 2**20
 MANY_TOKENS = 8
 
+_IN_GRAPH = (
+    "_moesaic_in_graph"  # an attribute of experts that a CUDA graph reads
+)
+
 
 def fits(experts: Any, x_TD: Tensor) -> bool:
     """Whether these experts run by the CPU's kernel, on such an input."""
@@ -48,7 +52,7 @@ def fits_gpu(experts: Any, x_TD: Tensor) -> bool:
         return False
     if not is_usual(experts, x_TD) or is_offloaded(experts):
         return False
-    if not has_learnt:
+    if not has_learnt and not torch.compiler.is_compiling():
         _lay_out_on_gpu(experts, x_TD)
     return True
 
@@ -56,12 +60,14 @@ def fits_gpu(experts: Any, x_TD: Tensor) -> bool:
 def _lay_out_on_gpu(experts: Any, x_TD: Tensor) -> None:
     """W_down as one matrix, or every prompt would copy it.
 
-    By the first call, whatever its length: a CUDA graph holds the place where weights lie.
-    So not while one is being made; nor can a graph that torch compiles hold this.
+    By the first call, whatever its length. A CUDA graph holds the place where weights
+    lie: where it is made before, they stay there. Nor can a graph that torch compiles
+    hold this.
     """
-    if torch.compiler.is_compiling():
-        return
-    if not x_TD.is_cuda or not torch.cuda.is_current_stream_capturing():
+    marks = vars(experts)
+    if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
+        marks[_IN_GRAPH] = True
+    elif _IN_GRAPH not in marks:
         as_one_matrix(experts.down_proj)
 
 

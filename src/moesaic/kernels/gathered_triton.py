@@ -36,7 +36,7 @@ def gathering_pays(
 ) -> bool:
     """Whether that takes less time than every expert for all tokens by torch's product."""
     computed = active * _filled(neurons, rows_of(neurons, dtype))
-    return computed <= SPEED[dtype] * count * neurons
+    return computed < SPEED[dtype] * count * neurons
 
 
 def rows_of(neurons: int, dtype: torch.dtype) -> int:

@@ -19,7 +19,7 @@ FEW_TOKENS = 64  # of which experts_triton.py takes no more at once
 # products for all tokens take less time from there on, on an H200.
 FEWER_TOKENS = 32
 MANY_EXPERTS = 32
-MANY_WEIGHTS = 2**25
+MANY_WEIGHTS = 2**24
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 log = logging.getLogger(__name__)

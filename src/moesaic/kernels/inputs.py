@@ -149,8 +149,11 @@ def _turned(matrix: Any, first: int, second: int) -> Tensor:
         if not turned.is_contiguous():
             # Else it could never be trained again.
             with torch.inference_mode(False):
-                turned = matrix.data.transpose(first, second).contiguous()
+                before = matrix.data
+                turned = before.transpose(first, second).contiguous()
                 matrix.data = turned.transpose(first, second)
+                if before.is_cuda:  # may have come from another stream
+                    before.record_stream(torch.cuda.current_stream())
     return turned
 
 
