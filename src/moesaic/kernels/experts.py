@@ -7,8 +7,9 @@ Models of moesaic's own architecture do it by themselves on a processor with AVX
 a GPU of NVIDIA's, and with them the router and the shared expert in the same call. On a
 GPU up to 64 tokens at once (32 of large blocks) run by experts_triton.py and
 blocks_triton.py, longer inputs by experts_prompts_triton.py (where more than a quarter of
-the experts run) and prompts_triton.py. All others, on other devices, in training and where there is no
-compiler, go to transformers' grouped product, or the block computes every expert.
+the experts run) and prompts_triton.py. All others, on other devices, in training and
+where there is no compiler, go to transformers' grouped product, or the block computes
+every expert.
 
 Shape suffixes: T tokens, D hidden_size, K experts of a token.
 """
