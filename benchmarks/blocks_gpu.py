@@ -5,9 +5,9 @@
 Random weights in bfloat16 behind a linear router. As many FFNs as fill 256 MB run one after the
 other, so that weights come from memory and not from a cache, in one CUDA graph: what a server
 replays. Dense, ours and transformers' grouped product are replayed in turn (medians). From 65
-tokens on ours gathers tokens where it expects that to pay, else it computes every expert: two
-columns say what each takes everywhere. The floor is
-what dense would take for the weights that are read for fewer than 256 tokens, for the
+tokens on, 33 of large blocks, ours gathers tokens where it expects that to pay, else it
+computes every expert: two columns say what each takes everywhere. The floor is what dense
+would take for the weights that are read for fewer than 256 tokens, for the
 multiply-accumulates from there on; routers count.
 """
 

@@ -30,9 +30,7 @@ def experts_by_kernel(stock: Any) -> Iterator[None]:
     has compared that one with the original.
     """
     own = getattr(stock.config, "_experts_implementation", None)
-    has_experts = any(
-        hasattr(layer.mlp, "experts") for layer in stock.model.layers
-    )
+    has_experts = any(hasattr(part, "experts") for part in stock.modules())
     if not has_experts or not runs_by_itself():
         yield
         return

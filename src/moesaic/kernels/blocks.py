@@ -24,6 +24,7 @@ from moesaic.kernels.experts_fit import (
     fits,
     fits_gpu,
     is_grouped_faster,
+    lay_out_on_gpu,
 )
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
@@ -66,6 +67,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         return None
     if not _is_plain(block, x_TD):
         return None
+    lay_out_on_gpu(experts, x_TD)
     router = block.router
     matrices = _router_matrices(router)
     shared = block.shared_expert

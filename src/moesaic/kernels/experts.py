@@ -25,7 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moesaic.kernels import gpu
 from moesaic.kernels.blocks import block_forward
 from moesaic.kernels.experts_call import call_of, first_matrix, lay_out
-from moesaic.kernels.experts_fit import fits, fits_gpu
+from moesaic.kernels.experts_fit import fits, fits_gpu, lay_out_on_gpu
 from moesaic.kernels.inputs import ACTIVATIONS
 from moesaic.kernels.linears import linear_forward
 from moesaic.kernels.neurons import copy_weight, neurons_forward
@@ -81,6 +81,7 @@ def _on_gpu(
     share = index_TK.shape[1] / len(experts.down_proj)
     if not are_few and share <= FEW_EXPERTS:
         return None
+    lay_out_on_gpu(experts, x_TD)
     return gpu.call(
         "experts" if are_few else "experts_prompts",
         x_TD.contiguous(),

@@ -29,9 +29,8 @@ from moesaic.kernels.inputs import (
 LARGE = 2**20
 MANY_TOKENS = 8
 
-_IN_GRAPH = (
-    "_moesaic_in_graph"  # an attribute of experts that a CUDA graph reads
-)
+# An attribute of experts that a CUDA graph reads.
+_IN_GRAPH = "_moesaic_in_graph"
 
 
 def fits(experts: Any, x_TD: Tensor) -> bool:
@@ -47,23 +46,21 @@ def fits(experts: Any, x_TD: Tensor) -> bool:
 
 def fits_gpu(experts: Any, x_TD: Tensor) -> bool:
     """Whether they run by the kernels for GPUs, on such an input."""
-    has_learnt = experts_learn(experts)
+    experts_learn(experts)  # marks what does: it stays as it lies
     if not len(x_TD) or torch.is_grad_enabled():
         return False
-    if not is_usual(experts, x_TD) or is_offloaded(experts):
-        return False
-    if not has_learnt and not torch.compiler.is_compiling():
-        _lay_out_on_gpu(experts, x_TD)
-    return True
+    return is_usual(experts, x_TD) and not is_offloaded(experts)
 
 
-def _lay_out_on_gpu(experts: Any, x_TD: Tensor) -> None:
+def lay_out_on_gpu(experts: Any, x_TD: Tensor) -> None:
     """W_down as one matrix, or every prompt would copy it.
 
     By the first call, whatever its length. A CUDA graph holds the place where weights
     lie: where it is made before, they stay there. Nor can a graph that torch compiles
     hold this.
     """
+    if torch.compiler.is_compiling() or experts_learn(experts):
+        return
     marks = vars(experts)
     if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
         marks[_IN_GRAPH] = True
