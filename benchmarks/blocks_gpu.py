@@ -108,17 +108,17 @@ def both_ways(
     """Ours, gathering tokens and not, whatever pays; nothing where it never gathers."""
     if are_few(x_TD, blocks[0].experts.down_proj):
         return []
-    from moesaic.kernels.gathered_triton import SPEED  # needs Triton
+    from moesaic.kernels import prompts_triton  # needs Triton
 
-    speed = SPEED[x_TD.dtype]
+    usual = prompts_triton.gathering_pays
     graphs = []
     try:
-        for forced in (float("inf"), 0.0):
-            SPEED[x_TD.dtype] = forced
+        for forced in (True, False):
+            prompts_triton.gathering_pays = lambda *call, _pays=forced: _pays
             calls = [by("moesaic", block) for block in blocks]
             graphs.append(graph_of(calls, x_TD))
     finally:
-        SPEED[x_TD.dtype] = speed
+        prompts_triton.gathering_pays = usual
     return graphs
 
 

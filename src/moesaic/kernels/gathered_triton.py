@@ -24,19 +24,30 @@ from moesaic.kernels.tiles_triton import activated, multiplied
 PRODUCT = {"WIDTH": 64, "num_stages": 3}
 ROWS = (64, 32)  # neurons of a program, the larger if that wastes little
 WASTE = 1.15
-# Over torch's product, by multiply-accumulates in a second. In bfloat16 0.5 to 0.75 was
-# measured there, the more tokens an expert has the more; in float32 a guess.
-SPEED = {torch.bfloat16: 0.6, torch.float32: 0.3}
+# Multiply-accumulates in a second over those of torch's product, by the rows of a program.
+# Measured in bfloat16 on an H200 (benchmarks/results); in float32 a guess.
+SPEED = {
+    (torch.bfloat16, 64): 0.65,
+    (torch.bfloat16, 32): 0.5,
+    (torch.float32, 32): 0.3,
+}
+# Gathering takes longer by what an H200 multiplies in 5 microseconds: lists are made first.
+OVERHEAD = 2e9
 MANY = 256  # tokens for each expert, from which a program takes 128
 SORTED = 1024  # tokens that `_sort` looks at together
 
 
 def gathering_pays(
-    active: int, count: int, neurons: int, dtype: torch.dtype
+    x_TD: Tensor, first_RND: Tensor, active: int, gated: bool
 ) -> bool:
     """Whether that takes less time than every expert for all tokens by torch's product."""
-    computed = active * _filled(neurons, rows_of(neurons, dtype))
-    return computed < SPEED[dtype] * count * neurons
+    count, in_expert, _ = first_RND.shape
+    neurons = in_expert // 2 if gated else in_expert
+    rows = rows_of(neurons, x_TD.dtype)
+    for_all = x_TD.numel() * count * in_expert  # multiply-accumulates
+    computed = active * _filled(neurons, rows) / (count * neurons)
+    saved = 1 - computed / SPEED[x_TD.dtype, rows]
+    return saved * for_all > OVERHEAD
 
 
 def rows_of(neurons: int, dtype: torch.dtype) -> int:

@@ -117,10 +117,10 @@ def routed_hidden(
     activation: int,
 ) -> Tensor:
     """Hidden states of all experts times their gates, 0 where they rest (T, F)."""
+    if gathering_pays(x_TD, first_RND, active, gated):
+        return gathered(x_TD, first_RND, gate_TR, active, gated, activation)
     count, in_expert, _ = first_RND.shape
     neurons = in_expert // 2 if gated else in_expert
-    if gathering_pays(active, count, neurons, x_TD.dtype):
-        return gathered(x_TD, first_RND, gate_TR, active, gated, activation)
     up_TN = linear(x_TD, first_RND.flatten(0, 1))
     gate_TN = up_TN
     if gated:  # W_up follows W_gate in every expert
