@@ -448,7 +448,7 @@ def test_bad_input_is_refused(folder: Path, changes: dict[str, Any], reason: str
         bench(str(folder), **changes)
 
 
-def test_llama_cpp_wants_a_file_and_one_sequence(
+def test_llama_cpp_wants_a_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake = replace(ENGINES["llama.cpp"], module="json")
@@ -458,8 +458,6 @@ def test_llama_cpp_wants_a_file_and_one_sequence(
     with pytest.raises(MoesaicError, match="no such GGUF file"):
         bench(str(tmp_path / "no.gguf"), engine="llama.cpp")
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
-    with pytest.raises(MoesaicError, match="runs 1 sequence at once"):
-        bench(str(tmp_path / "some.gguf"), engine="llama.cpp", batches=(2,))
     with pytest.raises(MoesaicError, match=r"--dtype float16 does not go with llama.cpp"):
         bench(str(tmp_path / "some.gguf"), engine="llama.cpp", dtype="float16")
 

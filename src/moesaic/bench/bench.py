@@ -99,10 +99,10 @@ def bench(
         _check_context(name, config, prefill + decode)
     if not trust_remote_code:
         _check_code(names, configs, found, python)
-    kept, skipped = _fitting(regimes, found)
+    kept = regimes
+    skipped: list[str] = []
     if compute == "cpu":
-        kept, too_large = _held_by_memory(kept, configs)
-        skipped += too_large
+        kept, skipped = _held_by_memory(regimes, configs)
     counted = [_counted(config, prefill) for config in configs]
     settings = {
         "text": "\n".join(read_documents("demo", heldout=True)),
@@ -307,24 +307,6 @@ def _keys_gib(config: Any, tokens: int) -> float:
     of_token = 2 * text.num_hidden_layers * key_heads * head_dim * 4
     gib: float = of_token * tokens / 2**30
     return gib
-
-
-def _fitting(
-    regimes: list[Regime], engine: Engine
-) -> tuple[list[Regime], list[str]]:
-    """What the engine can run, and why not the others."""
-    most = engine.most_at_once
-    kept = [
-        regime for regime in regimes if most is None or regime.batch <= most
-    ]
-    skipped = [
-        f"batch {regime.batch}: {engine.name} runs {most} sequence at once here"
-        for regime in regimes
-        if regime not in kept
-    ]
-    if not kept:
-        raise MoesaicError(skipped[0])
-    return kept, skipped
 
 
 def _timed(

@@ -31,15 +31,14 @@ ELSEWHERE = "See root cause above"
 class Engine:
     """What runs models, and how to get it.
 
-    `script` is read by the engine's Python. `most_at_once` is how many sequences it runs
-    at a time, where that is limited. `refuses` names options that it decides by itself.
+    `script` is read by the engine's Python. `refuses` names options that it decides by
+    itself.
     """
 
     name: str
     script: str
     module: str
     install: str
-    most_at_once: int | None = None
     reads_gguf: bool = False
     refuses: tuple[str, ...] = ()
 
@@ -60,7 +59,6 @@ ENGINES = {
             "run_llama_cpp.py",
             "llama_cpp",
             "llama-cpp-python",
-            most_at_once=1,
             reads_gguf=True,
             refuses=("dtype",),
         ),

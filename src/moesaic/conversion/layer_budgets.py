@@ -47,10 +47,10 @@ from moesaic.parts.gradients import without_gradients
 from moesaic.parts.repair import TOKENS_PER_NEURON
 from moesaic.parts.thresholds import choice_thresholds, soft_choice
 
-ROUNDS = 4
+ROUNDS = 2  # four of half the step do no better (docs/log.md)
 # Tokens whose probabilities of all words are held at once, in float32.
 CHUNK = 256
-STEP = 0.1  # of a layer's experts: the most that a round adds or takes
+STEP = 0.2  # of a layer's experts: the most that a round adds or takes
 LEAST = 0.05  # of a layer's experts that run on average; one at least
 # To convert on in a round; more where least squares wants more.
 TRIAL_TOKENS = 8192
