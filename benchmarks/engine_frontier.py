@@ -51,7 +51,13 @@ KINDS = {
 # What quantises and measures in the engine's own Python.
 FILES = {"llama.cpp": "llama_cpp_files.py", "vllm": "vllm_files.py"}
 AGAIN = "again"
-REGIMES = {"prefill": "a prompt", "decode": "a token"}
+BATCHES = (1, 16)
+# By the key of a row: that of one sequence has the name of its kind.
+REGIMES = {
+    "prefill": "a prompt",
+    "decode": "a token",
+    "decode-16": "a token of 16 answers",
+}
 
 
 class Frontier:
@@ -79,7 +85,7 @@ class Frontier:
             if "perplexity" not in row:
                 row["perplexity"] = self.perplexity(model)
                 self.save()
-            if not self.options.perplexity_only and "decode" not in row:
+            if not self.options.perplexity_only and "decode-16" not in row:
                 row |= self.times(model)
                 self.save()
             print(name, kind, row, flush=True)
@@ -188,7 +194,7 @@ class Frontier:
             against=str(dense),
             prefill=512,
             decode=64,
-            batches=(1,),
+            batches=BATCHES,
             engine=self.options.engine,
             engine_python=self.options.engine_python,
             rounds=self.options.rounds,
@@ -196,7 +202,7 @@ class Frontier:
         )
         times = {}
         for row in result["rows"]:
-            times[row["kind"]] = {
+            times[regime_of(row)] = {
                 "median": row["ratio"],
                 "least": row["least"],
                 "most": row["most"],
@@ -209,7 +215,7 @@ class Frontier:
             str(model),
             prefill=512,
             decode=64,
-            batches=(1,),
+            batches=BATCHES,
             engine=self.options.engine,
             engine_python=self.options.engine_python,
             rounds=self.options.rounds,
@@ -219,8 +225,8 @@ class Frontier:
         for row in result["rows"]:
             (seconds,) = row["seconds"]
             median = statistics.median(seconds)
-            base = known.get(row["kind"], {"seconds": median})["seconds"]
-            times[row["kind"]] = {
+            base = known.get(regime_of(row), {"seconds": median})["seconds"]
+            times[regime_of(row)] = {
                 "median": median / base,
                 "least": min(seconds) / base,
                 "most": max(seconds) / base,
@@ -236,8 +242,8 @@ class Frontier:
         base = BASE[self.options.engine]
         dense = self.rows[f"{DENSE} {base}"]["perplexity"]
         lines = [
-            "| model | perplexity over dense | a prompt of 512 | a token |",
-            "|---|---|---|---|",
+            "| model | perplexity over dense | a prompt of 512 | a token | a token of 16 answers |",
+            "|---|---|---|---|---|",
         ]
         for name, row in self.rows.items():
             ratio = row["perplexity"] / dense
@@ -252,7 +258,7 @@ class Frontier:
         self.plot(dense)
 
     def plot(self, dense: float) -> None:
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        figure = Figure(figsize=(16, 4.6), layout="constrained")
         panels = figure.subplots(1, len(REGIMES))
         for panel, (regime, words) in zip(panels, REGIMES.items(), strict=True):
             for name, row in self.rows.items():
@@ -285,6 +291,12 @@ class Frontier:
                 panel.xaxis.set_minor_formatter("{x:g}")
         figure.suptitle(f"SmolLM2-135M in {self.options.engine}, 2 threads")
         figure.savefig(self.path.with_suffix(".png"), dpi=130)
+
+
+def regime_of(row: dict[str, Any]) -> str:
+    """The key of REGIMES that a row of `moesaic bench` has; others are of prompts."""
+    kind: str = row["kind"]
+    return kind if row["batch"] == 1 else f"{kind}-{row['batch']}"
 
 
 def is_of_neurons(folder: Path) -> bool:

@@ -61,9 +61,9 @@ Budgets = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """What an expert more is worth in every layer (L,), and the KL divergence."""
+    """What an expert more is worth in every layer (L,), where asked, and the KL divergence."""
 
-    value_L: Tensor
+    value_L: Tensor | None
     divergence: float
 
 
@@ -164,10 +164,16 @@ def share_budgets(
         return plan.with_moe(plan.moe.with_budgets(budgets))
     trials = _trials(dense, ffns, plan, calibration, device, seed)
 
-    def measure(budgets: Budgets) -> Trial:
-        return trials.values(plan.with_moe(plan.moe.with_budgets(budgets)))
+    def with_budgets(budgets: Budgets) -> Plan:
+        return plan.with_moe(plan.moe.with_budgets(budgets))
 
-    budgets = search_budgets(plan, measure, log)
+    def measure(budgets: Budgets) -> Trial:
+        return trials.values(with_budgets(budgets))
+
+    def judge(budgets: Budgets) -> Trial:
+        return Trial(None, trials.divergence(with_budgets(budgets)))
+
+    budgets = search_budgets(plan, measure, judge, log)
     return plan.with_moe(plan.moe.with_budgets(budgets))
 
 
@@ -196,9 +202,16 @@ def _logits(model: Any, windows_NL: Tensor) -> list[Tensor]:
 
 
 def search_budgets(
-    plan: Plan, measure: Callable[[Budgets], Trial], log: Callable[[str], Any]
+    plan: Plan,
+    measure: Callable[[Budgets], Trial],
+    judge: Callable[[Budgets], Trial],
+    log: Callable[[str], Any],
 ) -> Budgets:
-    """The budgets of least KL divergence, of 1 + ROUNDS that are tried at most."""
+    """The budgets of least KL divergence, of 1 + ROUNDS that are tried at most.
+
+    Nothing is moved after the last one, so `judge` tells no values, which a backward
+    pass would cost.
+    """
     routed, active = _units(plan.sizes)
     layers = len(plan.moe.layers)
     total = active * layers
@@ -209,13 +222,14 @@ def search_budgets(
     share_L = torch.full((layers,), mean, dtype=torch.float64)
     unit = "experts" if plan.sizes.expert > 1 else "neurons"
     tried: dict[Budgets, Trial] = {}
-    for _ in range(1 + ROUNDS):
+    for number in range(1 + ROUNDS):
+        is_last = number == ROUNDS
         budgets = whole_budgets(share_L, routed, total, most)
         if budgets not in tried:  # else too little has moved for whole experts
             numbers = ", ".join(map(str, budgets))
             line = f"{unit} per token {numbers}"
             try:
-                trial = measure(budgets)
+                trial = judge(budgets) if is_last else measure(budgets)
             except MoesaicError as error:
                 # It diverged; what was tried before has not.
                 if not tried:
@@ -224,8 +238,10 @@ def search_budgets(
                 break
             tried[budgets] = trial
             log(f"{line}: KL divergence {trial.divergence:.4f}")
-        value_L = tried[budgets].value_L
-        share_L = moved(share_L, value_L, least, most / routed)
+        if not is_last:
+            value_L = tried[budgets].value_L
+            assert value_L is not None
+            share_L = moved(share_L, value_L, least, most / routed)
     return min(tried, key=lambda budgets: tried[budgets].divergence)
 
 
