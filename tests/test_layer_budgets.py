@@ -311,6 +311,25 @@ def test_a_layer_that_adds_little_gives_its_experts_to_others(layer: int, family
     assert 2 <= len(lines) == len(set(lines)) <= 1 + budgets.ROUNDS
 
 
+def test_the_last_trial_is_judged_and_moves_nothing() -> None:
+    plan = plan_for(uneven(1))
+    asked: list[str] = []
+
+    def measure(found: budgets.Budgets) -> budgets.Trial:
+        asked.append("values")
+        value_L = torch.arange(LAYERS, dtype=torch.float64) * len(asked)
+        return budgets.Trial(value_L, 1 / len(asked))
+
+    def judge(found: budgets.Budgets) -> budgets.Trial:
+        asked.append("divergence")
+        return budgets.Trial(None, 0.1)
+
+    best = budgets.search_budgets(plan, measure, judge, lambda line: None)
+    assert asked == ["values"] * budgets.ROUNDS + ["divergence"]
+    assert sum(best) == MEAN * LAYERS
+    assert best[0] < best[-1]
+
+
 def test_the_best_round_is_taken_and_the_dense_model_left_alone() -> None:
     model = uneven(1)
     before = copy.deepcopy(model.state_dict())

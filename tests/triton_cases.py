@@ -407,6 +407,7 @@ def test_rows_of_a_program() -> None:
         (2, 6, 192, 2048, 576, False),  # 1.47, 1.42: too little is saved
         (2, 6, 608, 512, 896, False),  # 1.27, 1.21
         (30, 62, 88, 512, 2048, False),  # 1.53, 1.31: programs of 32 neurons
+        (3, 5, 704, 2048, 2048, True),  # 1.00, 1.01
         (11, 15, 352, 2048, 2048, False),  # 1.08, 1.04: three quarters run
         (5, 7, 1376, 2048, 4096, False),  # 0.96, 0.94
     ],

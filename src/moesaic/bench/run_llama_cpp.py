@@ -2,66 +2,85 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from worker import peak, rows_of, serve
 
+UBATCH = 512  # tokens that are multiplied at once: llama.cpp's default
+
 
 def load(settings: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The model with room for the most sequences, and its ids of the text."""
+    """The model, how its contexts are, and its tokenizer's ids of the text."""
     import llama_cpp
 
+    most = llama_cpp.llama_max_parallel_sequences()
+    if settings["most_at_once"] > most:
+        raise ValueError(f"llama.cpp runs at most {most} sequences at once")
     on_gpu = (
         settings["device"] != "cpu" and llama_cpp.llama_supports_gpu_offload()
     )
+    threads = settings["threads"] or os.cpu_count()
     llama = llama_cpp.Llama(
         settings["model"],
-        n_ctx=32,
+        n_ctx=settings["context"],
+        n_threads=threads,
+        n_threads_batch=threads,
         n_gpu_layers=-1 if on_gpu else 0,
         verbose=False,
     )
     ids = llama.tokenize(settings["text"].encode())
-    sequences = settings["most_at_once"]
-    tokens = sequences * settings["context"]
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = tokens
-    params.n_batch = tokens
-    params.n_seq_max = sequences
-    if settings["threads"]:
-        params.n_threads = settings["threads"]
-        params.n_threads_batch = settings["threads"]
-    context = llama_cpp.llama_init_from_model(llama.model, params)
-    if not context:
-        raise MemoryError(f"no context for {tokens} tokens")
     about = {
         "version": llama_cpp.__version__,
         "device": "gpu" if on_gpu else "cpu",
     }
-    batch = llama_cpp.llama_batch_init(tokens, 0, 1)
-    return (llama, context, batch, ids), about
+    return (llama, ids), about
 
 
 def measure(
     loaded: Any, batch: int, prompt: int, new: int
 ) -> tuple[float, float]:
     """The tokens are given, so that all models do the same passes."""
+    llama, ids = loaded
+    rows = rows_of(ids, batch, prompt + new)
+    with context_for(llama, batch, prompt + new) as (context, tokens):
+        started = time.perf_counter()
+        prompts = [row[:prompt] for row in rows]
+        decode(context, tokens, prompts, 0)
+        prefill = time.perf_counter() - started
+
+        started = time.perf_counter()
+        for place in range(prompt, prompt + new):
+            following = [row[place : place + 1] for row in rows]
+            decode(context, tokens, following, place)
+        return prefill, time.perf_counter() - started
+
+
+@contextmanager
+def context_for(
+    llama: Any, sequences: int, length: int
+) -> Iterator[tuple[Any, Any]]:
+    """Room for so many sequences, and a batch for all of their tokens; as `llama`'s own."""
     import llama_cpp
 
-    _, context, tokens, ids = loaded
-    rows = rows_of(ids, batch, prompt + new)
-    memory = llama_cpp.llama_get_memory(context)
-    llama_cpp.llama_memory_clear(memory, True)
-    started = time.perf_counter()
-    prompts = [row[:prompt] for row in rows]
-    decode(context, tokens, prompts, 0)
-    prefill = time.perf_counter() - started
-
-    started = time.perf_counter()
-    for place in range(prompt, prompt + new):
-        following = [row[place : place + 1] for row in rows]
-        decode(context, tokens, following, place)
-    return prefill, time.perf_counter() - started
+    room = sequences * length
+    params = llama.context_params
+    params.n_ctx = room
+    params.n_batch = room
+    params.n_ubatch = min(room, UBATCH)
+    params.n_seq_max = sequences
+    context = llama_cpp.llama_init_from_model(llama.model, params)
+    if not context:
+        raise MemoryError(f"out of memory: no context for {room} tokens")
+    tokens = llama_cpp.llama_batch_init(room, 0, 1)
+    try:
+        yield context, tokens
+    finally:
+        llama_cpp.llama_batch_free(tokens)
+        llama_cpp.llama_free(context)
 
 
 def decode(

@@ -135,10 +135,10 @@ def share_budgets(
     converted then. By gradient: equal budgets are the first of 1 + ROUNDS that are
     tried, and those of the least KL divergence are taken. Costs at most so
     many conversions on TRIAL_TOKENS (twice the active neurons, if that is more; 8
-    windows at least) and forward and backward passes on PROBE_TOKENS, whose dense
-    logits it holds; of several processes each does so by itself. The layers of a mixture
-    keep equal budgets. Raises MoesaicError for a model that is not in whole on `device`,
-    under inference mode, and where equal budgets diverge.
+    windows at least) and forward passes on PROBE_TOKENS, whose dense logits it holds,
+    and backward passes for all but the last; of several processes each does so by itself.
+    The layers of a mixture keep equal budgets. Raises MoesaicError for a model that is not
+    in whole on `device`, under inference mode, and where equal budgets diverge.
     """
     method = plan.method
     if not isinstance(method, FFNMethod) or method.layer_budgets == "uniform":
