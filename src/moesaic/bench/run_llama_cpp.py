@@ -14,12 +14,9 @@ UBATCH = 512  # tokens that are multiplied at once: llama.cpp's default
 
 
 def load(settings: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The model, how its contexts are, and its tokenizer's ids of the text."""
+    """The model, and its tokenizer's ids of the text."""
     import llama_cpp
 
-    most = llama_cpp.llama_max_parallel_sequences()
-    if settings["most_at_once"] > most:
-        raise ValueError(f"llama.cpp runs at most {most} sequences at once")
     on_gpu = (
         settings["device"] != "cpu" and llama_cpp.llama_supports_gpu_offload()
     )
@@ -66,6 +63,9 @@ def context_for(
     """Room for so many sequences, and a batch for all of their tokens; as `llama`'s own."""
     import llama_cpp
 
+    most = llama_cpp.llama_max_parallel_sequences()
+    if sequences > most:
+        raise ValueError(f"llama.cpp runs at most {most} sequences at once")
     room = sequences * length
     params = llama.context_params
     params.n_ctx = room
