@@ -274,23 +274,36 @@ def reassign(
     num_active: int,
     rounds: int,
     fit: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    by_threshold: bool = False,
 ) -> list[tuple[float, NDArray[np.int64]]]:
-    """(kept share, expert of each neuron) at the start and after every round, brute force."""
+    """(kept share, expert of each neuron) at the start and after every round, brute force.
+
+    A token runs its `num_active` best experts, or each expert its share of all tokens, the best.
+    """
     n, r = energy_TN.shape[1], int(expert_N.max()) + 1
     history = []
     for _ in range(rounds + 1):
         energy_TR = np.stack([energy_TN[:, expert_N == j].sum(axis=1) for j in range(r)], axis=1)
         score_TR = fit(energy_TR)
+        if by_threshold:
+            load = max(round(len(score_TR) * num_active / r), 1)
+            pairs = [(t, j) for j in range(r) for t in largest(score_TR[:, j], load)]
+        else:
+            pairs = [(t, j) for t, row in enumerate(score_TR) for j in largest(row, num_active)]
         gain_NR, kept = np.zeros((n, r)), 0.0
-        for t, score_R in enumerate(score_TR):
-            for j in sorted(range(r), key=lambda j: -score_R[j])[:num_active]:
-                gain_NR[:, j] += energy_TN[t]
-                kept += energy_TR[t, j]
+        for t, j in pairs:
+            gain_NR[:, j] += energy_TN[t]
+            kept += energy_TR[t, j]
         history.append((kept / energy_TN.sum(), expert_N))
         expert_N = np.array(
             max(all_balanced_assignments(n, r), key=lambda e: cost_of(gain_NR, np.array(e)))
         )
     return history
+
+
+def largest(values: NDArray[np.float64], count: int) -> list[int]:
+    """The places of the largest so many."""
+    return sorted(range(len(values)), key=lambda place: -values[place])[:count]
 
 
 # --- evaluation --------------------------------------------------------------------------------

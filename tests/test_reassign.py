@@ -5,6 +5,9 @@ Shape suffixes: T tokens, F neurons, N neurons to group, R routed experts, M neu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -22,8 +25,15 @@ from moesaic.calibration.statistics import (
 )
 from moesaic.families import DenseFFN
 from moesaic.layout import Layout
-from moesaic.methods.moesaic import Moesaic
-from moesaic.parts.clustering import PATIENCE, contribution_kmeans, random_groups, reassign
+from moesaic.methods.moesaic import Moesaic, MoesaicDynamic
+from moesaic.parts.clustering import (
+    PATIENCE,
+    best_of_tokens,
+    contribution_kmeans,
+    equal_loads,
+    random_groups,
+    reassign,
+)
 from moesaic.parts.partition import Partition
 from tests import reference
 
@@ -144,14 +154,25 @@ def test_dead_neurons_are_grouped_like_any_other(dead: int) -> None:
 # --- re-assignment -----------------------------------------------------------------------------
 
 
+Scores = Callable[[torch.Tensor], torch.Tensor]
+
+
 def moved(
-    h_TF: Array, ffn: DenseFFN, experts_RM: Neurons, num_active: int, rounds: int, fit: object
+    h_TF: Array,
+    ffn: DenseFFN,
+    experts_RM: Neurons,
+    num_active: int,
+    rounds: int,
+    fit: Scores,
+    choose: Callable[[torch.Tensor, int], torch.Tensor] = best_of_tokens,
 ) -> tuple[Neurons, list[float]]:
-    statistics = statistics_of(h_TF, ffn)
-    return reassign(statistics, ffn, experts_RM, num_active, rounds, fit)  # type: ignore[arg-type]
+    def route(energy_TR: torch.Tensor) -> torch.Tensor:
+        return choose(fit(energy_TR), num_active)
+
+    return reassign(statistics_of(h_TF, ffn), ffn, experts_RM, rounds, route)
 
 
-def blurred(seed: int, experts: int) -> object:
+def blurred(seed: int, experts: int) -> Scores:
     """A router that sees energies through fixed noise: deterministic, and not the oracle."""
     mix = generator(seed).normal(size=(experts, experts)) * 0.3 + np.eye(experts)
     return lambda energy: energy @ torch.from_numpy(mix).to(energy.dtype)
@@ -166,9 +187,17 @@ def test_two_neurons_move_and_everything_is_kept_by_hand() -> None:
     assert kept == pytest.approx([0.9, 1.0])
 
 
+def test_equal_loads_may_leave_a_token_without_an_expert_by_hand() -> None:
+    """Both experts run for half of the tokens: where the first two want them, for these alone."""
+    score_TR = torch.tensor([[5.0, 6.0], [4.0, 3.0], [1.0, 2.0], [0.0, 1.0]])
+    assert equal_loads(score_TR, 1).tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    assert best_of_tokens(score_TR, 1).tolist() == [[0, 1], [1, 0], [0, 1], [0, 1]]
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_active", [1, 2])
-def test_every_round_equals_brute_force(num_active: int, seed: int) -> None:
+@pytest.mark.parametrize("choose", [best_of_tokens, equal_loads])
+def test_every_round_equals_brute_force(choose: Any, num_active: int, seed: int) -> None:
     """Six neurons in three experts: the best of all 90 partitions under the router's choices."""
     h_TF, ffn = topical(40, 8, seed, noise=0.3)
     neurons_N = np.array([0, 1, 3, 4, 6, 7])
@@ -178,11 +207,14 @@ def test_every_round_equals_brute_force(num_active: int, seed: int) -> None:
     fit = blurred(seed, 3)
 
     def fit_numpy(energy_TR: Array) -> Array:
-        return fit(torch.from_numpy(energy_TR)).numpy()  # type: ignore[operator]
+        scores: Array = fit(torch.from_numpy(energy_TR)).numpy()
+        return scores
 
-    history = reference.reassign(energy_TN, expert_N, num_active, 6, fit_numpy)
+    history = reference.reassign(
+        energy_TN, expert_N, num_active, 6, fit_numpy, by_threshold=choose is equal_loads
+    )
     for rounds in range(7):
-        given_RM, kept = moved(h_TF, ffn, start_RM, num_active, rounds, fit)
+        given_RM, kept = moved(h_TF, ffn, start_RM, num_active, rounds, fit, choose)
         seen = history[: len(kept)]
         assert kept == pytest.approx(np.maximum.accumulate([share for share, _ in seen]), rel=1e-4)
         best = max(range(len(seen)), key=lambda i: seen[i][0])
@@ -236,21 +268,38 @@ def test_a_dead_ffn_is_left_as_it_is() -> None:
 # --- as the method does it ---------------------------------------------------------------------
 
 
-def partition_of(ffn: DenseFFN, blocks: list[torch.Tensor]) -> Partition:
+def partition_of(
+    ffn: DenseFFN, blocks: list[torch.Tensor], method: Moesaic | None = None
+) -> Partition:
+    method = method or Moesaic()
     split = Split.last_eighth(sum(map(len, blocks)))
     inputs = FFNInputs(blocks, split, False, torch.device("cpu"), torch.device("cpu"))
-    sizes, method = Layout.parse("S1A3E8").sizes(40), Moesaic()
+    sizes = Layout.parse("S1A3E8").sizes(40)
     return method.partition(method.begin(ffn, inputs, sizes, generator()))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_method_keeps_at_least_what_k_means_alone_keeps(seed: int) -> None:
+@pytest.mark.parametrize("method", [Moesaic(), MoesaicDynamic()])
+def test_the_method_keeps_at_least_what_k_means_alone_keeps(method: Moesaic, seed: int) -> None:
     torch.manual_seed(seed)
     ffn = DenseFFN(torch.randn(40, 8), torch.randn(8, 40), "silu", torch.randn(40, 8))
-    parts = partition_of(ffn, [torch.randn(400, 8)])
+    parts = partition_of(ffn, [torch.randn(400, 8)], method)
     assert len(parts.kept_energy) > 1
     assert parts.kept_energy == sorted(parts.kept_energy)
     assert 3 / 7 < parts.kept_energy[0] < parts.kept_energy[-1] < 1
+
+
+def test_neurons_are_grouped_for_the_choices_that_thresholds_make() -> None:
+    """Some tokens are ten times as loud as others: thresholds run most experts for those."""
+    torch.manual_seed(0)
+    ffn = DenseFFN(torch.randn(40, 8), torch.randn(8, 40), "silu", torch.randn(40, 8))
+    loudness_T1 = torch.where(torch.arange(400) % 4 == 0, 10.0, 1.0)[:, None]
+    x_TD = loudness_T1 * torch.randn(400, 8)
+    by_token = partition_of(ffn, [x_TD])
+    by_threshold = partition_of(ffn, [x_TD], MoesaicDynamic())
+    assert np.array_equal(by_token.shared_S, by_threshold.shared_S)
+    assert by_threshold.kept_energy[0] > by_token.kept_energy[-1]
+    assert not np.array_equal(by_token.experts_RM, by_threshold.experts_RM)
 
 
 def test_permuted_tokens_give_the_same_partition() -> None:

@@ -43,7 +43,9 @@ from moesaic.methods.expert_method import (
 )
 from moesaic.modeling import MoEConfig, RouterConfig, new_router
 from moesaic.parts.clustering import (
+    best_of_tokens,
     contribution_kmeans,
+    equal_loads,
     random_groups,
     reassign,
 )
@@ -209,25 +211,31 @@ class Moesaic(ExpertMethod):
     def _reassigned(
         self, fit: LayerFit, experts_RM: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], list[float]]:
-        """Experts after neurons moved, and the energy that ran after every round."""
+        """Experts after neurons moved, and the energy that ran after every round.
+
+        The router's choices are made as they will be: by token, or by thresholds.
+        """
         x_SD = fit.statistics.sample_x_SD
         assert x_SD is not None
 
         rows = Rows(lambda: [x_SD])
-        ridge = Ridge.of(rows, centre=False)
+        by_threshold = self.chooser == "threshold"
+        ridge = Ridge.of(rows, centre=by_threshold)
+        dim = 0 if by_threshold else 1
+        choose = equal_loads if by_threshold else best_of_tokens
 
-        def scores(energy_SR: Tensor) -> Tensor:
-            target_SR = log_energy(energy_SR, dim=1)
+        def route(energy_SR: Tensor) -> Tensor:
+            target_SR = log_energy(energy_SR, dim)
             weight_DR = ridge.solve(rows, target_SR)
-            return x_SD @ weight_DR
+            score_SR = ridge.scores(rows, weight_DR)
+            return choose(score_SR, fit.sizes.num_active)
 
         return reassign(
             fit.statistics,
             fit.ffn,
             experts_RM,
-            fit.sizes.num_active,
             self.reassign_rounds,
-            scores,
+            route,
         )
 
     def _contradiction(self, reason: str) -> MoesaicError:

@@ -162,15 +162,14 @@ def reassign(
     statistics: Statistics,
     ffn: DenseFFN,
     experts_RM: NDArray[np.int64],
-    num_active: int,
     rounds: int,
-    fit: Callable[[Tensor], Tensor],
+    route: Callable[[Tensor], Tensor],
 ) -> tuple[NDArray[np.int64], list[float]]:
     """Neurons move to the experts that the router picks when they are needed.
 
     Alternates between fitting a router and assigning neurons under its choices. With
-    contribution energies E_ti = (h_ti ||w_i||)^2: `fit` maps the experts' energies
-    (S, R) to a router's scores (S, R); G_tj marks the top `num_active`; neuron i gains
+    contribution energies E_ti = (h_ti ||w_i||)^2: `route` fits a router to the experts'
+    energies (S, R) and gives G (S, R), whose ones are what it runs; neuron i gains
     sum_t E_ti G_tj in expert j; all neurons are assigned again, exactly balanced, at
     the largest total gain. (With the oracle's choices instead of the router's, k-means
     is already a fixed point.)
@@ -201,9 +200,7 @@ def reassign(
     rounds_without_gain = 0
     for remaining in range(rounds, -1, -1):
         energy_SR = energy_SN @ one_hot(expert_N, num_routed, device)
-        score_SR = fit(energy_SR)
-        chosen_SK = score_SR.topk(num_active, dim=1, sorted=False).indices
-        chosen_SR = torch.zeros_like(energy_SR).scatter_(1, chosen_SK, 1.0)
+        chosen_SR = route(energy_SR)
         chosen_energy_SR = chosen_SR * energy_SR
         kept_energy = float(chosen_energy_SR.sum(dtype=torch.float64))
         kept_share = kept_energy / total_energy
@@ -224,6 +221,23 @@ def reassign(
             break
         expert_N = assigned_N
     return best_RM, kept_shares
+
+
+def best_of_tokens(score_SR: Tensor, num_active: int) -> Tensor:
+    """1.0 where an expert is among the best so many of a token (S, R)."""
+    best_SK = score_SR.topk(num_active, dim=1, sorted=False).indices
+    return torch.zeros_like(score_SR).scatter_(1, best_SK, 1.0)
+
+
+def equal_loads(score_SR: Tensor, num_active: int) -> Tensor:
+    """1.0 where a token is among the best of an expert (S, R); all run equally often.
+
+    What thresholds of equal loads choose, with so many experts for a token on average.
+    """
+    tokens, experts = score_SR.shape
+    load = max(round(tokens * num_active / experts), 1)
+    best_LR = score_SR.topk(load, dim=0, sorted=False).indices
+    return torch.zeros_like(score_SR).scatter_(0, best_LR, 1.0)
 
 
 def random_groups(
