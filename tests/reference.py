@@ -278,7 +278,7 @@ def reassign(
 ) -> list[tuple[float, NDArray[np.int64]]]:
     """(kept share, expert of each neuron) at the start and after every round, brute force.
 
-    A token runs its `num_active` best experts, or each expert its share of all tokens, the best.
+    A token runs its `num_active` best experts; by threshold the largest scores of all run.
     """
     n, r = energy_TN.shape[1], int(expert_N.max()) + 1
     history = []
@@ -286,8 +286,8 @@ def reassign(
         energy_TR = np.stack([energy_TN[:, expert_N == j].sum(axis=1) for j in range(r)], axis=1)
         score_TR = fit(energy_TR)
         if by_threshold:
-            load = max(round(len(score_TR) * num_active / r), 1)
-            pairs = [(t, j) for j in range(r) for t in largest(score_TR[:, j], load)]
+            places = largest(score_TR.reshape(-1), len(score_TR) * num_active)
+            pairs = [divmod(place, r) for place in places]
         else:
             pairs = [(t, j) for t, row in enumerate(score_TR) for j in largest(row, num_active)]
         gain_NR, kept = np.zeros((n, r)), 0.0

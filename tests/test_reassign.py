@@ -30,7 +30,7 @@ from moesaic.parts.clustering import (
     PATIENCE,
     best_of_tokens,
     contribution_kmeans,
-    equal_loads,
+    largest_of_all,
     random_groups,
     reassign,
 )
@@ -187,16 +187,16 @@ def test_two_neurons_move_and_everything_is_kept_by_hand() -> None:
     assert kept == pytest.approx([0.9, 1.0])
 
 
-def test_equal_loads_may_leave_a_token_without_an_expert_by_hand() -> None:
-    """Both experts run for half of the tokens: where the first two want them, for these alone."""
+def test_a_threshold_may_leave_a_token_without_an_expert_by_hand() -> None:
+    """The four largest of eight scores: both of the first two tokens, none of the others."""
     score_TR = torch.tensor([[5.0, 6.0], [4.0, 3.0], [1.0, 2.0], [0.0, 1.0]])
-    assert equal_loads(score_TR, 1).tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    assert largest_of_all(score_TR, 1).tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
     assert best_of_tokens(score_TR, 1).tolist() == [[0, 1], [1, 0], [0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_active", [1, 2])
-@pytest.mark.parametrize("choose", [best_of_tokens, equal_loads])
+@pytest.mark.parametrize("choose", [best_of_tokens, largest_of_all])
 def test_every_round_equals_brute_force(choose: Any, num_active: int, seed: int) -> None:
     """Six neurons in three experts: the best of all 90 partitions under the router's choices."""
     h_TF, ffn = topical(40, 8, seed, noise=0.3)
@@ -211,7 +211,7 @@ def test_every_round_equals_brute_force(choose: Any, num_active: int, seed: int)
         return scores
 
     history = reference.reassign(
-        energy_TN, expert_N, num_active, 6, fit_numpy, by_threshold=choose is equal_loads
+        energy_TN, expert_N, num_active, 6, fit_numpy, by_threshold=choose is largest_of_all
     )
     for rounds in range(7):
         given_RM, kept = moved(h_TF, ffn, start_RM, num_active, rounds, fit, choose)

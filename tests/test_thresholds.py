@@ -5,6 +5,7 @@ Shape suffixes: T tokens, R routed experts.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from torch.nn.functional import silu
 
 import moesaic
 from moesaic.methods.load import load_method
-from moesaic.methods.moesaic import Moesaic, MoesaicDynamic
+from moesaic.methods.moesaic import Moesaic, MoesaicDynamic, set_thresholds
 from moesaic.modeling import MoesaicLinearRouter, MoesaicQuadraticRouter
-from moesaic.parts.thresholds import budget_thresholds, soft_choice, thresholds
+from moesaic.parts.thresholds import budget_thresholds, soft_choice
 from tests import reference
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.test_modeling import matrices
@@ -42,74 +43,34 @@ def exceed(score_TR: torch.Tensor, threshold_R: torch.Tensor) -> list[int]:
 # --- thresholds --------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    st.integers(1, 60), st.integers(1, 5), st.floats(0, 1), st.integers(0, 10**6),
-    st.sampled_from([1e-20, 1e-3, 1.0, 1e4]),
-)  # fmt: skip
-def test_exactly_the_share_exceeds_where_scores_differ(
-    count: int, experts: int, share: float, seed: int, scale: float
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    ranks = [torch.randperm(count, generator=generator) for _ in range(experts)]
-    score_TR = (torch.stack(ranks, dim=1) - count // 2).float() * scale
-    threshold_R = thresholds(score_TR, share)
-    assert threshold_R.shape == (experts,)
-    assert exceed(score_TR, threshold_R) == [round(share * count)] * experts
+def pairs_above(score_TR: torch.Tensor, threshold_R: torch.Tensor) -> int:
+    return sum(exceed(score_TR, threshold_R))
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=1, max_size=20), st.floats(0, 1))
-def test_ties_never_let_more_through(values: list[float], share: float) -> None:
-    """Fewer, where the score at the boundary ties with one below it."""
-    score_T1 = torch.tensor(values)[:, None]
-    above = round(share * len(values))
-    (number,) = exceed(score_T1, thresholds(score_T1, share))
-    most = sorted(values, reverse=True)
-    if above == len(values) or above == 0 or most[above - 1] > most[above]:
-        assert number == above
-    else:
-        assert number == sum(value > most[above] for value in values) < above
-
-
-@pytest.mark.parametrize(
-    ("share", "threshold"), [(0, 7.0), (0.25, 6.0), (0.5, 4.0), (0.75, 2.0), (1, -1e30)]
-)
-def test_by_hand(share: float, threshold: float) -> None:
-    """Half-way between two scores; at the largest for nobody, below the smallest for all."""
-    assert thresholds(torch.tensor([[3.0], [7.0], [1.0], [5.0]]), share).tolist() == [
-        pytest.approx(threshold)
-    ]
-
-
-def test_every_expert_has_its_own_threshold_and_order_does_not_matter() -> None:
-    score_TR = torch.randn(101, 4) * torch.tensor([1.0, 10.0, 0.1, 3.0]) + torch.arange(4.0)
-    threshold_R = thresholds(score_TR, 0.3)
-    assert exceed(score_TR, threshold_R) == [30] * 4
-    assert torch.equal(thresholds(score_TR.flip(0), 0.3), threshold_R)
-    assert torch.equal(thresholds(score_TR[:, 1:2], 0.3), threshold_R[1:2])
-
-
-def test_neighbouring_floats_can_be_told_apart() -> None:
-    low = torch.tensor(1.0)
-    high = torch.nextafter(low, torch.tensor(2.0))
-    score_TR = torch.stack([low, high, high, low])[:, None]
-    assert exceed(score_TR, thresholds(score_TR, 0.5)) == [2]
-
-
-@pytest.mark.parametrize("largest", [1e3, 1e7])
-def test_all_tokens_pass_whatever_the_size_of_scores(largest: float) -> None:
-    score_TR = torch.rand(50, 3) * largest
-    assert exceed(score_TR + largest, thresholds(score_TR + largest, 1.0)) == [50] * 3
+def test_one_number_above_the_levels_by_hand() -> None:
+    """Above their levels the scores stand at 3, 1, 0, -2 and 2, 0, -1, -3."""
+    score_TR = torch.tensor([[13.0, 2], [11, 0], [10, -1], [8, -3]])
+    level_R = torch.tensor([10.0, 0])
+    threshold_R = budget_thresholds(
+        score_TR, level_R, 0.75, lambda threshold_R: pairs_above(score_TR, threshold_R)
+    )
+    assert exceed(score_TR, threshold_R) == [2, 1]
+    assert (threshold_R - level_R).tolist() == pytest.approx([0, 0], abs=1e-5)
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.integers(1, 60), st.integers(1, 6), st.floats(0, 1), st.booleans(), st.integers(0, 10**6))
+@given(
+    st.integers(1, 60), st.integers(1, 6), st.floats(0, 1), st.booleans(), st.integers(0, 10**6),
+    st.sampled_from([1e-3, 1.0, 1e4]),
+)  # fmt: skip
 def test_budgets_are_met_from_below(
-    tokens: int, experts: int, share: float, one_at_least: bool, seed: int
+    tokens: int, experts: int, share: float, one_at_least: bool, seed: int, scale: float
 ) -> None:
-    """With loads that are equal, as many pairs run as fit; one token more for each does not."""
-    score_TR = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    """As many pairs run as fit; the next one does not."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks_TR = torch.randperm(tokens * experts, generator=generator).view(tokens, experts)
+    level_R = torch.randint(-3, 4, (experts,), generator=generator) * scale
+    score_TR = ranks_TR * scale + level_R
     mean_active = max(share * experts, 1.0 if one_at_least else 0.0)
 
     def count(threshold_R: torch.Tensor) -> int:
@@ -117,18 +78,37 @@ def test_budgets_are_met_from_below(
         extra = (~runs_TR.any(1)).sum() if one_at_least else 0
         return int(runs_TR.sum() + extra)
 
-    threshold_R = budget_thresholds(score_TR, mean_active, count)
-    loads = exceed(score_TR, threshold_R)
-    assert len(set(loads)) == 1
-    if loads[0]:
+    threshold_R = budget_thresholds(score_TR, level_R, mean_active, count)
+    running = pairs_above(score_TR, threshold_R)
+    if running:
         assert count(threshold_R) <= mean_active * tokens
-    if loads[0] < tokens:
-        more_R = thresholds(score_TR, (loads[0] + 1) / tokens)
-        assert loads[0] + 1 == tokens or count(more_R) > mean_active * tokens
+    if running < tokens * experts:
+        # Half-way to the rank after the next one.
+        next_R = level_R + (tokens * experts - running - 1.5) * scale
+        assert pairs_above(score_TR, next_R) == running + 1
+        # Not so where the next is a token's one at least, which runs already.
+        assert running + 1 == tokens * experts or count(next_R) >= mean_active * tokens
+
+
+def test_the_size_and_order_of_scores_do_not_matter() -> None:
+    """To rounding in float32."""
+    score_TR = torch.randn(101, 4) * torch.tensor([1.0, 10.0, 0.1, 3.0])
+    level_R = torch.arange(4.0)
+
+    def runs(scores: torch.Tensor, levels: torch.Tensor) -> list[int]:
+        threshold_R = budget_thresholds(
+            scores, levels, 1.5, lambda threshold_R: pairs_above(scores, threshold_R)
+        )
+        return exceed(scores, threshold_R)
+
+    found = runs(score_TR, level_R)
+    assert sum(found) == int(1.5 * 101)
+    assert runs(score_TR.flip(0), level_R) == found
+    assert runs(score_TR + 1000, level_R + 1000) == found
 
 
 def test_all_experts_run_where_the_budget_is_all() -> None:
-    threshold_R = budget_thresholds(torch.randn(9, 3), 3, lambda _: 0)
+    threshold_R = budget_thresholds(torch.randn(9, 3), torch.zeros(3), 3, lambda _: 0)
     assert (threshold_R == -1e30).all()
 
 
@@ -226,12 +206,17 @@ def first_layer(method: Any, layout: str) -> tuple[Any, torch.Tensor]:
     return block.router, block.router.scores(x).detach()
 
 
-@by_threshold
-def test_every_expert_passes_its_threshold_for_as_many_tokens(method: Any) -> None:
-    """Up to one token, since the layer's input is rounded anew."""
-    router, score_TR = first_layer(method, "S3A3E8")
-    above_R = (score_TR + router.selection_bias > 0).sum(0)
-    assert above_R.max() - above_R.min() <= 2
+def test_the_largest_expected_energies_of_all_run() -> None:
+    """Scores that tell energies but for a factor of each expert's: so many of the largest."""
+    score_TR = torch.randn(40, 5)
+    energy_TR = (score_TR + torch.tensor([-3.0, 0, 1, 2, 9])).exp()
+    router = SimpleNamespace(scores=None, selection_bias=torch.zeros(5))
+    router.choose = lambda score_TR: score_TR + router.selection_bias > 0
+    inputs = SimpleNamespace(map=lambda _: SimpleNamespace(whole=lambda: score_TR))
+    fit: Any = SimpleNamespace(inputs=inputs, sizes=SimpleNamespace(num_active=2))
+    set_thresholds(router, fit, energy_TR)
+    least = energy_TR.flatten().topk(2 * 40).values[-1]
+    assert torch.equal(router.choose(score_TR), energy_TR >= least)
 
 
 @pytest.mark.parametrize("layout", ["S3A3E8", "S1A1E8", "S0A1E13", "S0A6E13"])

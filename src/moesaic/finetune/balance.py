@@ -354,7 +354,7 @@ def _summed_variance(router: Any, args: Any, groups: int) -> Tensor:
 
 @torch.no_grad()
 def refit_thresholds(model: Any, windows_NL: Tensor) -> None:
-    """Thresholds that give the mean budget and equal loads again, after training.
+    """Thresholds that give the mean budget again, after training: all move alike.
 
     One forward pass over all windows at once, in which every layer's thresholds are set
     before its experts run, so that later layers see them.
@@ -402,7 +402,7 @@ def _refit_group(router: Any, score_TR: Tensor, bias_R: Tensor) -> None:
         runs_TR = choose_experts(margin_TR, "threshold", 0, router.cap)
         return int(runs_TR.sum())
 
-    threshold_R = budget_thresholds(score_TR, router.num_active, count)
+    threshold_R = budget_thresholds(score_TR, -bias_R, router.num_active, count)
     bias_R.copy_(-threshold_R)
 
 

@@ -12,6 +12,7 @@ experts, C directions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -45,7 +46,7 @@ from moesaic.modeling import MoEConfig, RouterConfig, new_router
 from moesaic.parts.clustering import (
     best_of_tokens,
     contribution_kmeans,
-    equal_loads,
+    largest_of_all,
     random_groups,
     reassign,
 )
@@ -213,7 +214,7 @@ class Moesaic(ExpertMethod):
     ) -> tuple[NDArray[np.int64], list[float]]:
         """Experts after neurons moved, and the energy that ran after every round.
 
-        The router's choices are made as they will be: by token, or by thresholds.
+        The router's choices are made as they will be: by token, or by a threshold.
         """
         x_SD = fit.statistics.sample_x_SD
         assert x_SD is not None
@@ -222,13 +223,14 @@ class Moesaic(ExpertMethod):
         by_threshold = self.chooser == "threshold"
         ridge = Ridge.of(rows, centre=by_threshold)
         dim = 0 if by_threshold else 1
-        choose = equal_loads if by_threshold else best_of_tokens
+        choose = largest_of_all if by_threshold else best_of_tokens
 
         def route(energy_SR: Tensor) -> Tensor:
-            target_SR = log_energy(energy_SR, dim)
-            weight_DR = ridge.solve(rows, target_SR)
+            log_SR = log_energy(energy_SR)
+            mean = log_SR.mean(dim, keepdim=True)
+            weight_DR = ridge.solve(rows, log_SR - mean)
             score_SR = ridge.scores(rows, weight_DR)
-            return choose(score_SR, fit.sizes.num_active)
+            return choose(score_SR + mean, fit.sizes.num_active)
 
         return reassign(
             fit.statistics,
@@ -304,7 +306,7 @@ def fit_router(fit: LayerFit) -> Any:
     )
     router.score_proj.weight.data = weight_RP.to(fit.dtype)
     if by_threshold:
-        set_thresholds(router, fit)
+        set_thresholds(router, fit, energy_TR)
     return router
 
 
@@ -366,14 +368,23 @@ class _Features:
         self.centred = True
 
 
-def set_thresholds(router: Any, fit: LayerFit) -> None:
-    """Thresholds of equal loads, so that the mean budget of experts runs."""
+def set_thresholds(router: Any, fit: LayerFit, energy_TR: Tensor) -> None:
+    """One threshold for the expected energy of all experts: the mean budget runs.
+
+    A score is the logarithm of that energy but for a constant of each expert's. That is
+    here such that expected and real energies have the same sum over all tokens.
+    """
     score_TR = fit.inputs.map(router.scores).whole()
+    real_R = energy_TR.double().mean(0).clamp(min=1e-30).log()
+    expected_R = score_TR.double().logsumexp(0) - math.log(len(score_TR))
+    level_R = (expected_R - real_R).float()
 
     def count(threshold_R: Tensor) -> int:
         router.selection_bias.copy_(-threshold_R)
         runs_TR = router.choose(score_TR)
         return int(runs_TR.sum())
 
-    threshold_R = budget_thresholds(score_TR, fit.sizes.num_active, count)
+    threshold_R = budget_thresholds(
+        score_TR, level_R, fit.sizes.num_active, count
+    )
     router.selection_bias.copy_(-threshold_R)

@@ -229,15 +229,15 @@ def best_of_tokens(score_SR: Tensor, num_active: int) -> Tensor:
     return torch.zeros_like(score_SR).scatter_(1, best_SK, 1.0)
 
 
-def equal_loads(score_SR: Tensor, num_active: int) -> Tensor:
-    """1.0 where a token is among the best of an expert (S, R); all run equally often.
+def largest_of_all(score_SR: Tensor, num_active: int) -> Tensor:
+    """1.0 at the largest scores of all (S, R), so many for a token on average.
 
-    What thresholds of equal loads choose, with so many experts for a token on average.
+    What one threshold for all experts and tokens chooses.
     """
-    tokens, experts = score_SR.shape
-    load = max(round(tokens * num_active / experts), 1)
-    best_LR = score_SR.topk(load, dim=0, sorted=False).indices
-    return torch.zeros_like(score_SR).scatter_(0, best_LR, 1.0)
+    all_scores = score_SR.flatten()
+    largest = all_scores.topk(len(score_SR) * num_active, sorted=False).indices
+    chosen = torch.zeros_like(all_scores).scatter_(0, largest, 1.0)
+    return chosen.view_as(score_SR)
 
 
 def random_groups(

@@ -104,11 +104,10 @@ def mean_of(rows: Rows) -> Tensor:
     return mean_P.float()
 
 
-def log_energy(energy_TR: Tensor, dim: int) -> Tensor:
-    """log(e + floor), centred over tokens (dim 0) or a token's experts (dim 1)."""
+def log_energy(energy_TR: Tensor) -> Tensor:
+    """log(e + floor)."""
     floor = (FLOOR * energy_TR.mean()).clamp(min=1e-30)
-    log_TR = torch.log(energy_TR + floor)
-    return log_TR - log_TR.mean(dim, keepdim=True)
+    return torch.log(energy_TR + floor)
 
 
 @torch.no_grad()
@@ -136,7 +135,9 @@ def fit_linear_router(
     """
     dim = 0 if absolute else 1
     ridge = Ridge.of(rows, centre=absolute and not centred, dtype=dtype)
-    weight_PR = ridge.solve(rows, log_energy(energy_TR, dim))
+    log_TR = log_energy(energy_TR)
+    mean = log_TR.mean(dim, keepdim=True)
+    weight_PR = ridge.solve(rows, log_TR - mean)
     best_PR = weight_PR
     best_deviance = float("inf")
     for step in range(STEPS + 1):

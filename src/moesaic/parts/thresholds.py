@@ -1,6 +1,6 @@
-"""Thresholds: each expert runs for its share of the tokens.
+"""Thresholds: a budget of experts that tokens share.
 
-How many experts run for one token is left open.
+How many run for one token is left open, and for how many tokens one expert runs.
 
 Shape suffixes: T tokens, R routed experts.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 # Width of a choice's sigmoid, in standard deviations of a token's scores.
 SOFTNESS = 0.3
+BISECTIONS = 40  # of a range of scores, down to rounding in float32
 ALWAYS = 1e30  # further from any score than float32 tells apart
 
 
@@ -56,94 +56,40 @@ def choice_thresholds(router: Any, value_TR: Tensor) -> Tensor | float:
 
 
 @torch.no_grad()
-def thresholds(score_TR: Tensor, share: float) -> Tensor:
-    """A threshold (R,) per expert that round(share * T) of its scores exceed.
-
-    Loads are equal by construction, and the mean number of experts a token runs is
-    share * R, up to ties and rounding. A threshold lies half-way between two scores;
-    where they are equal, and for a share of no tokens, it lies at the score below; for
-    all tokens it is below any score. O(T R log T).
-    """
-    tokens = len(score_TR)
-    above = round(share * tokens)
-    above = min(max(above, 0), tokens)
-    sorted_TR = _descending(score_TR)
-    return _cut(sorted_TR, above)
-
-
-def _descending(score_TR: Tensor) -> Tensor:
-    """Every expert's scores (T, R), the largest first.
-
-    numpy sorts them many times faster on a CPU.
-    """
-    on_cpu = score_TR.device.type == "cpu"
-    if not on_cpu or score_TR.dtype != torch.float32:
-        return score_TR.sort(dim=0, descending=True).values
-    score_RT = score_TR.detach().T.contiguous()
-    rising_RT = np.sort(score_RT.numpy(), axis=1)
-    return torch.from_numpy(rising_RT).T.flip(0)
-
-
-def _cut(sorted_TR: Tensor, above: int) -> Tensor:
-    """Thresholds (R,) that so many of each expert's sorted scores exceed."""
-    if above == len(sorted_TR):
-        return torch.full_like(sorted_TR[0], -ALWAYS)
-    if above == 0:
-        return sorted_TR[0].clone()
-    upper_R = sorted_TR[above - 1]
-    lower_R = sorted_TR[above]
-    middle_R = lower_R + (upper_R - lower_R) / 2
-    return torch.where(middle_R < upper_R, middle_R, lower_R)
-
-
-@torch.no_grad()
 def budget_thresholds(
     score_TR: Tensor,
+    level_R: Tensor,
     mean_active: float,
     count: Callable[[Tensor], int],
 ) -> Tensor:
-    """Thresholds (R,) of equal loads for which at most mean_active * T pairs run.
+    """Thresholds level_R + t, with the least t for which mean_active * T pairs run at most.
 
-    `count` maps thresholds to the pairs that the gating really runs: an expert for
-    every token that passes none comes on top of the loads, and a cap takes some away.
-    Searches over the tokens of each expert; the mean is exact up to R pairs, one token
-    more or less for every expert.
+    t is one number for all experts, so their loads differ. `count` maps thresholds to
+    the pairs that the gating really runs: an expert for every token that passes none
+    comes on top of what exceeds them, and a cap takes some away. The mean is exact up to
+    ties. Where all experts are to run, thresholds are below any score. O(T R), 40 times.
     """
     tokens, routed = score_TR.shape
     if mean_active >= routed:
-        return thresholds(score_TR, 1.0)
-
-    sorted_TR = _descending(score_TR)
+        return torch.full_like(level_R, -ALWAYS)
     budget = mean_active * tokens
-    fits = 0
-    exceeds = tokens
-    above = round(mean_active / routed * tokens)
-    probes = 0
-    while exceeds - fits > 1:
-        probes += 1
-        # Half-way now and then, for counts that are far from a line.
-        if probes % 3 == 0:
-            above = (fits + exceeds) // 2
-        above = max(above, fits + 1)
-        above = min(above, exceeds - 1)
-        pairs = count(_cut(sorted_TR, above))
-        missing = budget - pairs
-        if missing >= 0:
-            fits = above
+    excess_TR = score_TR - level_R
+    exceeds = float(excess_TR.min()) - 1
+    fits = float(excess_TR.max())
+    for _ in range(BISECTIONS):
+        middle = (exceeds + fits) / 2
+        if count(level_R + middle) > budget:
+            exceeds = middle
         else:
-            exceeds = above
-        # A token more adds about R pairs; a little further, to close in from the
-        # other side.
-        above += round(1.2 * missing / routed)
-    return _cut(sorted_TR, fits)
+            fits = middle
+    return level_R + fits
 
 
 @torch.no_grad()
 def single_threshold(score_TR: Tensor, mean_active: int) -> float:
     """One threshold for all experts, which mean_active * T of the scores exceed.
 
-    Unlike `thresholds` it lets loads differ: what runs are the largest scores of all,
-    up to ties. O(T R).
+    What runs are the largest scores of all, up to ties. O(T R).
     """
     active = mean_active * len(score_TR)
     return threshold_above(score_TR, active)
