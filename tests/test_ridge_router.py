@@ -85,7 +85,7 @@ def test_the_first_step_is_ridge_regression_on_log_energies(absolute: bool) -> N
 
 
 def test_log_energies_by_hand() -> None:
-    """Mean 1, so 0.1 is added before the log; then centred over tokens or over experts."""
+    """Mean 1, so 0.1 is added before the log."""
     energy_TR = torch.tensor([[0.9, 1.9], [0.0, 1.2]])
     log = torch.log(torch.tensor([[1.0, 2.0], [0.1, 1.3]]))
     torch.testing.assert_close(log_energy(energy_TR), log)

@@ -4,7 +4,7 @@ docs/method.md holds the equations. `moesaic` has a linear router and a fixed nu
 experts for every token, which stock architectures hold. `moesaic-dynamic` runs every
 expert above its threshold, reads products of directions too, and lets layers share one
 budget. Both cost about 4.5 forward passes over the calibration tokens; sharing a budget
-takes three to four times as long.
+takes some three more.
 
 Shape suffixes: T tokens, S tokens of the sample, D hidden_size, P features, R routed
 experts, C directions.
