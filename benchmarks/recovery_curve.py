@@ -49,7 +49,9 @@ from moesaic.parts.products import widened_products
 RANKS = {
     "dense": (128, 128),
     "static-repaired": (128, 128),
+    "flap": (128, 128),
     "moesaic": (32, 64),
+    "moesaic-dynamic": (32, 64),
 }
 LENGTH = 512
 TEST_LENGTH = 1024

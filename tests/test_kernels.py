@@ -149,6 +149,33 @@ def test_many_tokens_side_by_side(hidden: int, count: int, dtype: torch.dtype, g
     assert (error_T < bound * expected.norm(dim=1)).all()
 
 
+@pytest.mark.parametrize("cap", [None, 3])
+@pytest.mark.parametrize("kind", ["linear", "quadratic"])
+@pytest.mark.parametrize("shape", [(13, 12, 37, 4, 64), (0, 5, 300, 9, 40), (12, 12, 2, 1, 64)])
+@pytest.mark.parametrize("count", [1, 3, 70])
+def test_thresholds_equal_the_double_loop(
+    count: int, shape: tuple[int, int, int, int, int], kind: str, cap: int | None
+) -> None:
+    """Tokens run unlike numbers of experts, the first at least; here one runs it alone."""
+    router = RouterConfig(kind, "threshold", directions=3 if kind == "quadratic" else 0, cap=cap)
+    block = block_of(shape, router=router)
+    block.router.selection_bias.normal_(std=0.3)
+    x = torch.randn(count, shape[-1])
+    x[-1] = 0
+    block.router.selection_bias.sub_(0.5)
+    shared, experts = matrices_of(block)
+    scores = block.router.scores(x)
+    biased = scores + block.router.selection_bias
+    most = block.router.cap
+    chosen = reference.threshold_choice(biased.double().numpy(), most)
+    gates = [block.router.gates(scores)[t, ran] for t, ran in enumerate(chosen)]
+    index = [torch.tensor(ran) for ran in chosen]
+    expected = reference.moe_forward(x, shared, experts, index, gates, silu)
+    torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-4)
+    assert (block_forward(block, x) is None) == (kind == "quadratic")
+    assert block.experts.down_proj.mT.is_contiguous()  # it has run by the kernel
+
+
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("absolute", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
@@ -419,9 +446,6 @@ def test_hooks_formats_and_other_routers_run_as_before() -> None:
     assert block_forward(block, x.double()) is None
     assert block_forward(block.bfloat16(), x.bfloat16()) is None  # vectors of float32 too
     block = block_of((13, 12, 9, 4, 40))
-    block.router.chooser = "threshold"
-    assert block_forward(block, x) is None
-    block = block_of((13, 12, 9, 4, 40))
     config = LoraConfig(target_parameters=["score_proj.weight"], target_modules=[])
     get_peft_model(block, config)
     assert block_forward(block, x) is None
@@ -442,6 +466,16 @@ def test_a_block_that_was_changed_is_looked_at_again() -> None:
     assert not torch.allclose(fewer, first)
     block.router.num_active = 4
     assert torch.equal(block_forward(block, x), first)
+    block.router.chooser = "threshold"
+    above_zero = block_forward(block, x)
+    block.router.cap = 1
+    capped = block_forward(block, x)
+    assert above_zero is not None
+    assert capped is not None
+    assert not torch.allclose(above_zero, first)
+    assert not torch.allclose(capped, above_zero)
+    block.router.cap = 9
+    block.router.chooser = "topk"
 
     up = block.shared_expert.up_proj
     up.weight.data = up.weight.data * 2

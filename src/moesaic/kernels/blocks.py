@@ -63,7 +63,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
     What was seen is not kept: a graph of torch.compile could not hold it.
     """
     experts = block.experts
-    if not fits_gpu(experts, x_TD):
+    if block.router.chooser != "topk" or not fits_gpu(experts, x_TD):
         return None
     if not _is_plain(block, x_TD):
         return None
@@ -99,7 +99,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
 
 
 # Attributes on which a call depends.
-_OF_ROUTER = ("chooser", "num_active", "absolute")
+_OF_ROUTER = ("chooser", "num_active", "cap", "absolute")
 _OF_EXPERTS = ("neurons", "has_gate", "has_bias", "_hf_hook", LEARNT)
 
 
@@ -132,19 +132,21 @@ def _look_at(block: Any, x_TD: Tensor) -> Known | None:
         given["shared_down_SD"] = shared.down_proj.weight.mT
         if shared.gate_proj is not None:
             given["shared_gate_SD"] = shared.gate_proj.weight
+    by_threshold = router.chooser == "threshold"
     run = call_of(
         experts,
-        router.num_active,
+        router.cap if by_threshold else router.num_active,
         given,
         x_TD.dtype,
         copies="score_proj" not in router._modules,
         absolute=getattr(router, "absolute", False),
+        by_threshold=by_threshold,
     )
     return Known(seen, run)
 
 
 def _is_plain(block: Any, x_TD: Tensor) -> bool:
-    """Whether a block has a router that the kernel knows, the K best, and nothing besides."""
+    """Whether a block has a router that the kernel knows, and nothing besides."""
     # Whoever imports moesaic.modeling first imports this module on the way.
     from moesaic.modeling import MoesaicBlock
 
@@ -155,7 +157,7 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         return False
     if not _is_known_router(router, block.experts):
         return False
-    if router.chooser != "topk" or are_hooked(_parts_of(block)):
+    if are_hooked(_parts_of(block)):
         return False
     if not _act_alike(block.shared_expert, block.experts):
         return False

@@ -30,7 +30,7 @@ _POINTERS = (
     "shared_down_SD",
 )
 _SIZES = ("K", "R", "M", "used", "D", "S")
-_SWITCHES = ("gated", "activation", "copies", "absolute")
+_SWITCHES = ("gated", "activation", "copies", "absolute", "by_threshold")
 
 
 class _Call(ctypes.Structure):

@@ -13,6 +13,8 @@
 
 namespace {
 
+constexpr int64_t NOBODY = -1;  // an index that is no expert's
+
 #if defined(__AVX512F__)
 constexpr int TOKENS = 6;  // that share a row of weights in registers
 constexpr int FEW = 4;     // tokens that fill no vector of a panel
@@ -556,9 +558,10 @@ struct Router {
 
 // Chooses the K experts of largest score + bias, the first of equal ones, and their gates
 // 1 + softmax(scores) * scale. Where `by_probability` the softmax stands for the score.
+// Where `by_threshold` only those above zero, but always the first: others are nobody's.
 void choose(const float* scores_R, const float* bias_R, const float* scale_R, bool scaled,
-            bool by_probability, int64_t R, int64_t K, Choice& choice, int64_t* index_K,
-            float* gate_K) {
+            bool by_probability, bool by_threshold, int64_t R, int64_t K, Choice& choice,
+            int64_t* index_K, float* gate_K) {
   constexpr int64_t MOST_RANKED = 256;  // from where sorting is faster
   float* value_R = choice.value_R.data();
   float most = 0, sum = 1;
@@ -573,26 +576,33 @@ void choose(const float* scores_R, const float* bias_R, const float* scale_R, bo
     // What is no number is not in any order, and comes last.
     value_R[e] = value == value ? value : -INFINITY;
   }
-  if (R <= MOST_RANKED) {
+  const int64_t first = std::max_element(value_R, value_R + R) - value_R;
+  const auto runs = [&](int64_t e) { return !by_threshold || value_R[e] > 0 || e == first; };
+  int64_t count = 0;
+  if (K == R) {
+    for (int64_t e = 0; e < R; e++)
+      if (runs(e)) index_K[count++] = e;
+  } else if (R <= MOST_RANKED) {
     rank(value_R, R, choice.rank_R.data());
-    int64_t k = 0;
-    for (int64_t e = 0; e < R && k < K; e++)
-      if (choice.rank_R[e] < K) index_K[k++] = e;
+    for (int64_t e = 0; e < R && count < K; e++)
+      if (choice.rank_R[e] < K && runs(e)) index_K[count++] = e;
   } else {
     auto& ranked = choice.ranked;
     for (int64_t e = 0; e < R; e++) ranked[e] = {-value_R[e], e};
-    if (K < R) std::nth_element(ranked.begin(), ranked.begin() + K, ranked.end());
-    for (int64_t k = 0; k < K; k++) index_K[k] = ranked[k].second;
+    std::nth_element(ranked.begin(), ranked.begin() + K, ranked.end());
+    for (int64_t k = 0; k < K; k++)
+      if (runs(ranked[k].second)) index_K[count++] = ranked[k].second;
   }
-  for (int64_t k = 0; k < K; k++) {
+  for (int64_t k = 0; k < count; k++) {
     const int64_t e = index_K[k];
     gate_K[k] = scaled ? 1 + probability(e) * scale_R[e] : 1.0f;
   }
+  std::fill(index_K + count, index_K + K, NOBODY);
 }
 
 template <typename T>
-void route(const Router<T>& router, const T* x_TD, int64_t* index_TK, float* gate_TK,
-           int64_t tokens, int64_t K, int threads) {
+void route(const Router<T>& router, const T* x_TD, bool by_threshold, int64_t* index_TK,
+           float* gate_TK, int64_t tokens, int64_t K, int threads) {
   const int64_t R = router.R;
   const bool scaled = Router<T>::any(router.scale_R, R);
   // A neuron's copy ranks by probability once a bias is trained.
@@ -613,8 +623,8 @@ void route(const Router<T>& router, const T* x_TD, int64_t* index_TK, float* gat
 #pragma omp barrier
     Choice choice(R);
     for (int64_t t = rows.begin; t < rows.end; t++)
-      choose(scores_TR + t * R, router.bias_R, router.scale_R, scaled, by_probability, R, K,
-             choice, index_TK + t * K, gate_TK + t * K);
+      choose(scores_TR + t * R, router.bias_R, router.scale_R, scaled, by_probability,
+             by_threshold, R, K, choice, index_TK + t * K, gate_TK + t * K);
   }
 }
 
@@ -633,7 +643,7 @@ struct Call {
   const void* shared_up_SD;
   const void* shared_down_SD;
   int64_t K, R, M, used, D, S;
-  int32_t gated, activation, copies, absolute;
+  int32_t gated, activation, copies, absolute, by_threshold;
 };
 
 template <typename T>
@@ -666,7 +676,8 @@ void run_call(const Call& call, const T* x_TD, T* out_TD, int64_t tokens, int th
                            call.copies != 0,
                            call.absolute != 0,
                            call.activation};
-    route(router, x_TD, chosen.data(), gates.data(), tokens, call.K, threads);
+    route(router, x_TD, call.by_threshold != 0, chosen.data(), gates.data(), tokens, call.K,
+          threads);
     index_TK = chosen.data();
     gate_TK = gates.data();
   }

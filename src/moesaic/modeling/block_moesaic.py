@@ -124,6 +124,9 @@ class MoesaicBlock(MoesaicReplacement):
         if self.router.chooser == "topk":
             index_TK, gate_TK = self.router(x_TD)
             return self.experts(x_TD, index_TK, gate_TK)
+        if x_TD.device.type == "cpu" and self.experts.has_own_kernel(x_TD):
+            index_TR, gate_TR = self.router.all_or_nobody(x_TD)
+            return self.experts(x_TD, index_TR, gate_TR)
         # Every pair as a token of its own with one expert: as much work as pairs.
         token_P, expert_P, gate_P = self.router(x_TD)
         x_PD = x_TD[token_P]
