@@ -23,7 +23,7 @@ from moesaic.kernels.neurons import neurons_forward
 from moesaic.modeling import GROUP, RouterConfig
 from tests import reference
 from tests.random_neurons import inputs_of, neurons_of, set_thresholds
-from tests.test_kernels import block_of, matrices_of
+from tests.test_kernels import block_of, matrices_of, thresholds_by_loop, thresholds_of
 
 assert os.environ["TRITON_INTERPRET"] == "1"  # or nothing here would run by Triton
 # NumPy minds an infinity on the way to a sigmoid of 0, a GPU does not.
@@ -355,6 +355,26 @@ def test_blocks_equal_the_double_loop(
     assert torch.equal(block_forward(block, x_TD), found)
 
 
+@pytest.mark.parametrize("cap", [None, 3])
+@pytest.mark.parametrize("tokens", [1, 3, FEW_TOKENS + 1])
+def test_thresholds_equal_the_double_loop(tokens: int, cap: int | None) -> None:
+    """The last token passes none, and runs the first expert alone."""
+    block = thresholds_of((8, 12, 9, 4, 40), "linear", cap)
+    x_TD = torch.randn(tokens, 40)
+    x_TD[-1] = 0
+    block.router.selection_bias.clamp_(max=-1e-3)
+    found = block_forward(block, x_TD)
+    expected = thresholds_by_loop(block, x_TD)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gathered_tokens_of_thresholds_equal_all_under_a_mask(gathers: None) -> None:
+    block = thresholds_of((8, 12, 9, 2, 40), "linear", None)
+    x_TD = torch.randn(FEW_TOKENS + 1, 40)
+    found = block_forward(block, x_TD)
+    torch.testing.assert_close(found, thresholds_by_loop(block, x_TD), rtol=1e-5, atol=1e-5)
+
+
 # Of which few enough run for a gathered product. The last takes programs of 128 tokens, and has
 # more than `_sort` looks at together.
 FEW_RUN = [((8, 12, 9, 2, 40), 70), ((0, 70, 5, 2, 72), 200), ((0, 64, 3, 1, 40), 1025)]
@@ -540,7 +560,7 @@ def given_to_neurons(kind: str) -> list[Any]:
     return [*given, ACTIVATIONS["SiLU"]]
 
 
-def given_to_blocks() -> list[Any]:
+def given_to_blocks(cap: int | None = None) -> list[Any]:
     block = block_of((3, 5, 3, 2, 8))
     router, shared = block.router, block.shared_expert
     return [
@@ -555,6 +575,7 @@ def given_to_blocks() -> list[Any]:
         block.experts.gate_up_proj,
         block.experts.down_proj,
         2,
+        cap,
         True,
         0,
         False,
@@ -575,6 +596,7 @@ OPS = [
     ("experts", given_to_experts),
     ("experts_prompts", given_to_experts),
     ("blocks", given_to_blocks),
+    ("blocks", lambda: given_to_blocks(cap=3)),
     ("prompts", given_to_blocks),
 ]
 

@@ -63,7 +63,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
     What was seen is not kept: a graph of torch.compile could not hold it.
     """
     experts = block.experts
-    if block.router.chooser != "topk" or not fits_gpu(experts, x_TD):
+    if not fits_gpu(experts, x_TD):
         return None
     if not _is_plain(block, x_TD):
         return None
@@ -91,6 +91,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         first_matrix(experts),
         experts.down_proj,
         router.num_active,
+        router.cap if router.chooser == "threshold" else None,
         experts.has_gate,
         ACTIVATIONS[type(experts.act_fn).__name__],
         "score_proj" not in router._modules,

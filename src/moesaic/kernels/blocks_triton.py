@@ -45,6 +45,7 @@ def blocks(
     first_RND: Tensor,
     down_RDM: Tensor,
     active: int,
+    cap: int | None,
     gated: bool,
     activation: int,
     copies: bool,
@@ -52,12 +53,15 @@ def blocks(
 ) -> Tensor:
     """Shared expert, and the `active` experts of largest score + bias, (T, D).
 
-    The gate of an expert is 1 + softmax(scores) * scale. Scores are products with the
-    router's rows; with `copies` its rows are W_up of one neuron for each expert, beside
-    them W_gate, and the score is that neuron's hidden state or its size. A bias is then
-    added to probabilities. Weights as for `experts`.
+    With a `cap` those where this sum is above zero, at least the first and at most so
+    many; `active` is then how many run on average. The gate of an expert is
+    1 + softmax(scores) * scale. Scores are products with the router's rows; with `copies`
+    its rows are W_up of one neuron for each expert, beside them W_gate, and the score is
+    that neuron's hidden state or its size. A bias is then added to probabilities. Weights
+    as for `experts`.
     """
-    place = Places(x_TD, len(first_RND), active)
+    most = active if cap is None else cap
+    place = Places(x_TD, len(first_RND), most)
     count, hidden = len(first_RND), x_TD.shape[1]
     padded = max(FEWEST, triton.next_power_of_2(count))
     tiles = triton.cdiv(count, ROUTE["ROWS"])
@@ -81,9 +85,10 @@ def blocks(
             len(x_TD),
             hidden,
             count,
-            active,
+            most,
             TOKENS=place.padded,
             EXPERTS=padded,
+            BY_THRESHOLD=cap is not None,
             GATED=router_gate_RD is not None,
             COPIES=copies,
             ABSOLUTE=absolute,
@@ -126,6 +131,7 @@ def _route(
     K,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    BY_THRESHOLD: tl.constexpr,
     GATED: tl.constexpr,
     COPIES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
@@ -168,7 +174,7 @@ def _route(
                 )
             gate, chosen_TR = gates_of(
                 up_TR, gate_of_TR, bias_R, scale_R, s_T, tokens, R, K,
-                EXPERTS, GATED, COPIES, ABSOLUTE, ACTIVATION,
+                EXPERTS, BY_THRESHOLD, GATED, COPIES, ABSOLUTE, ACTIVATION,
             )  # fmt: skip
             store_gates(gate_TR, gate, s_T, tokens, R, EXPERTS)
             runs_R = runs_R | tl.max(chosen_TR.to(tl.int32), axis=0)
@@ -186,6 +192,7 @@ def gates_of(
     R,
     K,
     EXPERTS: tl.constexpr,
+    BY_THRESHOLD: tl.constexpr,
     GATED: tl.constexpr,
     COPIES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
@@ -217,7 +224,11 @@ def gates_of(
         by_share_TR = share_TR + bias_1R
         by_share_TR = tl.where(there_TR, by_share_TR, float("-inf"))
         value_TR = tl.where(has_bias, by_share_TR, value_TR)
-    chosen_TR = _best(value_TR, K, EXPERTS) & there_TR
+    chosen_TR = _best(value_TR, K, EXPERTS)
+    if BY_THRESHOLD:
+        first_TR = _best(value_TR, 1, EXPERTS)
+        chosen_TR = chosen_TR & ((value_TR > 0.0) | first_TR)
+    chosen_TR = chosen_TR & there_TR
     gate = tl.where(chosen_TR, 1.0 + share_TR * scale_1R, 0.0)
     return gate, chosen_TR
 

@@ -47,6 +47,7 @@ def prompts(
     first_RND: Tensor,
     down_RDM: Tensor,
     active: int,
+    cap: int | None,
     gated: bool,
     activation: int,
     copies: bool,
@@ -69,8 +70,9 @@ def prompts(
             tokens,
             hidden,
             count,
-            active,
+            active if cap is None else cap,
             EXPERTS=padded,
+            BY_THRESHOLD=cap is not None,
             GATED=router_gate_RD is not None,
             COPIES=copies,
             ABSOLUTE=absolute,
@@ -183,6 +185,7 @@ def _gates(
     R,
     K,
     EXPERTS: tl.constexpr,
+    BY_THRESHOLD: tl.constexpr,
     GATED: tl.constexpr,
     COPIES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
@@ -204,7 +207,7 @@ def _gates(
             gate_NT = multiplied(gate_NC, x_CT, gate_NT)
     gate, _ = gates_of(
         tl.trans(up_NT), tl.trans(gate_NT), bias_R, scale_R, t_T, tokens, R, K,
-        EXPERTS, GATED, COPIES, ABSOLUTE, ACTIVATION,
+        EXPERTS, BY_THRESHOLD, GATED, COPIES, ABSOLUTE, ACTIVATION,
     )  # fmt: skip
     store_gates(gate_TR, gate, t_T, tokens, R, EXPERTS)
 
