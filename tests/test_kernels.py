@@ -183,8 +183,29 @@ def test_thresholds_equal_the_double_loop(
     x[-1] = 0
     block.router.selection_bias.clamp_(max=-1e-3)
     torch.testing.assert_close(block(x), thresholds_by_loop(block, x), rtol=1e-4, atol=1e-4)
-    assert (block_forward(block, x) is None) == (kind == "quadratic")
-    assert block.experts.down_proj.mT.is_contiguous()  # it has run by the kernel
+    assert torch.equal(block_forward(block, x), block(x))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["linear", "quadratic"])
+@pytest.mark.parametrize("count", [1, 9, 130])
+def test_thresholds_in_bfloat16(count: int, kind: str, threads: int) -> None:
+    """Scores are in float32, so the same experts run."""
+    block = thresholds_of((13, 12, 37, 4, 64), kind, None).bfloat16()
+    router = block.router
+    router.expert_scale.data = router.expert_scale.float()
+    router.selection_bias = router.selection_bias.float()
+    x = torch.randn(count, 64).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = block_forward(block, x)
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    expected = thresholds_by_loop(copy.deepcopy(block).float(), x.float())
+    error_T = (found.float() - expected).norm(dim=1)
+    assert (error_T < BFLOAT16 * expected.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("biased", [True, False])

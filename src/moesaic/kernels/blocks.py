@@ -2,7 +2,8 @@
 
 On a CPU by experts_cpu.cpp, on a GPU by blocks_triton.py and prompts_triton.py.
 
-Shape suffixes: T tokens, D hidden_size, R experts, S neurons of the shared expert.
+Shape suffixes: T tokens, D hidden_size, R experts, S neurons of the shared expert,
+C directions.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from moesaic.kernels.inputs import (
     can_be_read,
     is_plain_inference,
     learns,
+    lie_beside,
     rows_side_by_side,
 )
 from moesaic.kernels.seen import Known, Seen, run_as_known
@@ -43,8 +45,9 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
 
     None for a block that has other parts than those: it then runs them one by one.
     Costs 6 (S + K M) D + 2 R D FLOPs a token, 4 R D by copies of neurons, whose scores
-    stay in float32 here: near ties may choose otherwise than torch in bfloat16. Many
-    tokens on a GPU cost more, at most what all experts do (prompts_triton.py).
+    stay in float32 here: near ties may choose otherwise than torch in bfloat16. Products
+    of C directions cost 2 C D + R C^2 more, on a CPU alone. Many tokens on a GPU cost
+    more, at most what all experts do (prompts_triton.py).
     """
     if gpu.takes(x_TD):
         return _on_gpu(block, x_TD)
@@ -67,9 +70,11 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         return None
     if not _is_plain(block, x_TD):
         return None
-    lay_out_on_gpu(experts, x_TD)
     router = block.router
     matrices = _router_matrices(router)
+    if "direction_CD" in matrices:
+        return None
+    lay_out_on_gpu(experts, x_TD)
     shared = block.shared_expert
     gate_SD, up_SD, down_DS = None, None, None
     if shared is not None:
@@ -162,23 +167,39 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         return False
     if not _act_alike(block.shared_expert, block.experts):
         return False
-    parameters = list(_router_matrices(router).values())
-    if any(router.num_active > len(matrix_RD) for matrix_RD in parameters):
-        return False  # torch says what is wrong
-    for linear in _shared_linears(block):
-        if not _is_linear(linear):
+    if not _is_readable_router(router, x_TD):
+        return False
+    linears = _shared_linears(block)
+    if not all(_is_linear(linear) for linear in linears):
+        return False
+    # W_down, the last one, may lie as it likes.
+    if not all(linear.weight.is_contiguous() for linear in linears[:-1]):
+        return False
+    return can_be_read([linear.weight for linear in linears], x_TD)
+
+
+def _is_readable_router(router: Any, x_TD: Tensor) -> bool:
+    """Whether its matrices lie as they are read, and are of the width that is read."""
+    matrices = _router_matrices(router)
+    directions = len(matrices.get("direction_CD", ()))
+    width = x_TD.shape[-1] + directions * (directions + 1) // 2
+    for name in ("router_RD", "router_gate_RD"):
+        if name not in matrices:
+            continue
+        rows, columns = matrices[name].shape
+        # Where more are to run than there are, torch says what is wrong.
+        if columns != width or rows < router.num_active:
             return False
-        parameters.append(linear.weight)
     for vector_R in (router.expert_scale, router.selection_bias):
         # A cast of the whole model takes them along.
         if vector_R.dtype != torch.float32 or vector_R.device != x_TD.device:
             return False
         if not vector_R.is_contiguous():
             return False
-    upper = parameters if block.shared_expert is None else parameters[:-1]
-    if not all(parameter.is_contiguous() for parameter in upper):
+    of_tokens = list(matrices.values())
+    if not all(matrix.is_contiguous() for matrix in of_tokens):
         return False
-    return can_be_read(parameters, x_TD)
+    return lie_beside(of_tokens, x_TD)
 
 
 def _act_alike(shared: Any, experts: Any) -> bool:
@@ -193,12 +214,23 @@ def _is_known_router(router: Any, experts: Any) -> bool:
         MoesaicLinearRouter,
         MoesaicNeuronCopyRouter,
         MoesaicProjection,
+        MoesaicQuadraticRouter,
     )
 
-    if type(router) is MoesaicLinearRouter:
+    if type(router) in (MoesaicLinearRouter, MoesaicQuadraticRouter):
         score_proj = router.score_proj
-        is_usual = type(score_proj) is MoesaicProjection
-        return is_usual and score_proj.bias is None
+        if (
+            type(score_proj) is not MoesaicProjection
+            or score_proj.bias is not None
+        ):
+            return False
+        if type(router) is MoesaicLinearRouter:
+            return True
+        feature_proj = router.feature_proj
+        return (
+            type(feature_proj) is MoesaicProjection
+            and feature_proj.bias is not None
+        )
     if type(router) is not MoesaicNeuronCopyRouter:
         return False
     if (router.gate_proj is not None) != experts.has_gate:
@@ -224,6 +256,12 @@ def _is_linear(module: Any) -> bool:
 
 def _router_matrices(router: Any) -> dict[str, Tensor]:
     """By the names of the call's fields."""
+    if "feature_proj" in router._modules:
+        return {
+            "router_RD": router.score_proj.weight,
+            "direction_CD": router.feature_proj.weight,
+            "direction_bias_C": router.feature_proj.bias,
+        }
     if "score_proj" in router._modules:
         return {"router_RD": router.score_proj.weight}
     matrices = {"router_RD": router.up_proj.weight}

@@ -1,7 +1,7 @@
 """What the compiled function of experts_cpu.cpp is given.
 
 Shape suffixes: T tokens, D hidden_size, R experts, K of them for a token, M neurons of
-one, N rows of an expert's first matrix, S neurons of the shared expert.
+one, N rows of an expert's first matrix, S neurons of the shared expert, C directions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ _POINTERS = (
     "gate_TK",
     "router_RD",
     "router_gate_RD",
+    "direction_CD",
+    "direction_bias_C",
     "bias_R",
     "scale_R",
     "shared_gate_SD",
     "shared_up_SD",
     "shared_down_SD",
 )
-_SIZES = ("K", "R", "M", "used", "D", "S")
+_SIZES = ("K", "R", "M", "used", "D", "S", "C")
 _SWITCHES = ("gated", "activation", "copies", "absolute", "by_threshold")
 
 
@@ -71,6 +73,8 @@ def call_of(
         setattr(call, name, tensor.data_ptr())
     if "shared_up_SD" in given:
         call.S = len(given["shared_up_SD"])
+    if "direction_CD" in given:
+        call.C = len(given["direction_CD"])
     return CompiledCall("experts", call, dtype, hidden)
 
 

@@ -437,17 +437,17 @@ void run_experts(const Experts<T>& experts, const int64_t* index_TK, const float
 
 // --- the router ------------------------------------------------------------------------
 
-// Scores of experts [from, to) for tokens [begin, end).
+// Scores of experts [from, to) for tokens [begin, end), by rows that lie `apart`.
 template <typename T>
-void score(const T* x_TD, const T* router_RD, float* scores_TR, int64_t begin, int64_t end,
-           int64_t from, int64_t to, int64_t R, int64_t D) {
+void score(const T* x_TD, const T* router_RD, int64_t apart, float* scores_TR, int64_t begin,
+           int64_t end, int64_t from, int64_t to, int64_t R, int64_t D) {
   constexpr int N = 4;
   for (int64_t t = begin; t < end; t += N)
     for (int64_t e = from; e < to; e += N) {
       const T* rows[N];
       const T* x[N];
       for (int i = 0; i < N; i++) {
-        rows[i] = router_RD + std::min(e + i, to - 1) * D;
+        rows[i] = router_RD + std::min(e + i, to - 1) * apart;
         x[i] = x_TD + std::min(t + i, end - 1) * D;
       }
       float products[N * N];
@@ -506,14 +506,17 @@ struct Choice {
 };
 
 // Scores by a matrix, or by one neuron of each expert: act(gate x) * (up x), or act(up x)
-// without a gate, of which the size alone counts where `absolute`.
+// without a gate, of which the size alone counts where `absolute`. With directions the
+// matrix multiplies the products of their pairs too, z_i z_j for all i <= j, after x.
 template <typename T>
 struct Router {
   const T* up_RD;    // or the matrix
   const T* gate_RD;  // null where there is none
+  const T* direction_CD;
+  const T* direction_bias_C;
   const float* bias_R;
   const float* scale_R;
-  int64_t R, D;
+  int64_t R, D, C;
   bool copies;  // of neurons
   bool absolute;
   int activation;
@@ -526,6 +529,7 @@ struct Router {
   void score_all(const T* x_TD, float* scores_TR, float* gate_TR, int64_t begin, int64_t end,
                  int64_t from, int64_t to) const {
     products(up_RD, x_TD, scores_TR, begin, end, from, to);
+    if (C) add_pairs(x_TD, scores_TR, begin, end, from, to);
     if (!copies) return;
     if (gate_RD) products(gate_RD, x_TD, gate_TR, begin, end, from, to);
     for (int64_t t = begin; t < end; t++)
@@ -542,17 +546,47 @@ struct Router {
   }
 
  private:
-  static Floats load_some(const float* from, int64_t count) {
-    Floats some = {};
-    std::memcpy(&some, from, count * sizeof(float));
-    return some;
+  template <typename N>
+  static Floats load_some(const N* from, int64_t count) {
+    N some[LANES] = {};
+    std::memcpy(some, from, std::min<int64_t>(count, LANES) * sizeof(N));
+    return load(some);
   }
+
+  int64_t pairs() const { return C * (C + 1) / 2; }
 
   void products(const T* matrix_RD, const T* x_TD, float* to_TR, int64_t begin, int64_t end,
                 int64_t from, int64_t to) const {
     const bool all_experts = from == 0 && to == R;
-    if (all_experts && scored_by_tiles(x_TD, matrix_RD, to_TR, begin, end, R, D)) return;
-    score(x_TD, matrix_RD, to_TR, begin, end, from, to, R, D);
+    if (all_experts && !C && scored_by_tiles(x_TD, matrix_RD, to_TR, begin, end, R, D)) return;
+    score(x_TD, matrix_RD, D + pairs(), to_TR, begin, end, from, to, R, D);
+  }
+
+  // What the products of directions add to scores.
+  void add_pairs(const T* x_TD, float* scores_TR, int64_t begin, int64_t end, int64_t from,
+                 int64_t to) const {
+    Lines<float> z_TC((end - begin) * C);
+    score(x_TD + begin * D, direction_CD, D, z_TC.data(), 0, end - begin, 0, C, C, D);
+    Lines<float> pair_P(pairs() + LANES);  // zeros beyond the last
+    for (int64_t t = begin; t < end; t++) {
+      float* z_C = z_TC.data() + (t - begin) * C;
+      for (int64_t c = 0; c < C; c++) z_C[c] += number(direction_bias_C[c]);
+      float* pair = pair_P.data();
+      for (int64_t i = 0; i < C; i++)
+        for (int64_t j = i; j < C; j++) *pair++ = z_C[i] * z_C[j];
+      for (int64_t e = from; e < to; e += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, to - e);
+        Floats sums[LANES] = {};
+        for (int64_t i = 0; i < count; i++) {
+          const T* row_P = up_RD + (e + i) * (D + pairs()) + D;
+          for (int64_t p = 0; p < pairs(); p += LANES)
+            sums[i] += load(pair_P.data() + p) * load_some(row_P + p, pairs() - p);
+        }
+        float* score = scores_TR + t * R + e;
+        const Floats added = load_some(score, count) + totals(sums);
+        std::memcpy(score, &added, count * sizeof(float));
+      }
+    }
   }
 };
 
@@ -637,12 +671,14 @@ struct Call {
   const float* gate_TK;
   const void* router_RD;
   const void* router_gate_RD;
+  const void* direction_CD;
+  const void* direction_bias_C;
   const float* bias_R;
   const float* scale_R;
   const void* shared_gate_SD;
   const void* shared_up_SD;
   const void* shared_down_SD;
-  int64_t K, R, M, used, D, S;
+  int64_t K, R, M, used, D, S, C;
   int32_t gated, activation, copies, absolute, by_threshold;
 };
 
@@ -669,10 +705,13 @@ void run_call(const Call& call, const T* x_TD, T* out_TD, int64_t tokens, int th
     gates.resize(tokens * call.K);
     const Router<T> router{(const T*)call.router_RD,
                            (const T*)call.router_gate_RD,
+                           (const T*)call.direction_CD,
+                           (const T*)call.direction_bias_C,
                            call.bias_R,
                            call.scale_R,
                            call.R,
                            call.D,
+                           call.C,
                            call.copies != 0,
                            call.absolute != 0,
                            call.activation};

@@ -77,14 +77,18 @@ def can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
 
     PEFT and others put something else in their place.
     """
-    if x_TD.ndim != 2:
+    if x_TD.ndim != 2 or not lie_beside(parameters, x_TD):
         return False
+    width = x_TD.shape[1]
+    return all(width in parameter.shape[-2:] for parameter in parameters)
+
+
+def lie_beside(parameters: list[Any], x_TD: Tensor) -> bool:
+    """The same of any width."""
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
             return False
         if parameter.dtype != x_TD.dtype or parameter.device != x_TD.device:
-            return False
-        if x_TD.shape[1] not in parameter.shape[-2:]:
             return False
     return True
 
