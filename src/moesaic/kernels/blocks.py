@@ -213,24 +213,15 @@ def _is_known_router(router: Any, experts: Any) -> bool:
     from moesaic.modeling import (
         MoesaicLinearRouter,
         MoesaicNeuronCopyRouter,
-        MoesaicProjection,
         MoesaicQuadraticRouter,
     )
 
-    if type(router) in (MoesaicLinearRouter, MoesaicQuadraticRouter):
-        score_proj = router.score_proj
-        if (
-            type(score_proj) is not MoesaicProjection
-            or score_proj.bias is not None
-        ):
-            return False
-        if type(router) is MoesaicLinearRouter:
-            return True
-        feature_proj = router.feature_proj
-        return (
-            type(feature_proj) is MoesaicProjection
-            and feature_proj.bias is not None
-        )
+    if type(router) is MoesaicLinearRouter:
+        return _is_projection(router.score_proj, with_bias=False)
+    if type(router) is MoesaicQuadraticRouter:
+        return _is_projection(
+            router.score_proj, with_bias=False
+        ) and _is_projection(router.feature_proj, with_bias=True)
     if type(router) is not MoesaicNeuronCopyRouter:
         return False
     if (router.gate_proj is not None) != experts.has_gate:
@@ -239,6 +230,13 @@ def _is_known_router(router: Any, experts: Any) -> bool:
         return False
     linears = [router.gate_proj, router.up_proj]
     return all(_is_linear(linear) for linear in linears if linear is not None)
+
+
+def _is_projection(module: Any, with_bias: bool) -> bool:
+    from moesaic.modeling import MoesaicProjection
+
+    has_bias = getattr(module, "bias", None) is not None
+    return type(module) is MoesaicProjection and has_bias == with_bias
 
 
 def _learns(block: Any) -> bool:
