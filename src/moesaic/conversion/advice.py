@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 ACCEPTABLE_RATIO = 1.03  # perplexity over the dense model's
 HALF = 16  # bits of a weight in bfloat16
-# Of the FFN neurons, half but for whole experts. `moesaic-dynamic` lost less than `moesaic` at a
-# quarter, and more at a half.
-ABOUT_HALF = 0.45
 FEW_TOKENS = 65_536  # as many calibration tokens are usual at least
 # `moesaic` still gains from as many (SmolLM2, benchmarks/results).
 MANY_TOKENS = 262_144
@@ -121,7 +118,7 @@ def _other_methods(report: ConversionReport, is_mixture: bool) -> list[str]:
         if any(layer.repair is not None for layer in report.layers):
             what = "experts chosen for each token"
         steps.append(f"{what}: --method {OURS}")
-    if method == OURS and _skipped(report) < ABOUT_HALF:
+    if method == OURS:
         steps.append(
             f"as many experts for each token as it needs: --method {DYNAMIC} "
             f"({METHODS[DYNAMIC].runs})"
