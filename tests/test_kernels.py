@@ -186,6 +186,19 @@ def test_thresholds_equal_the_double_loop(
     assert torch.equal(block_forward(block, x), block(x))
 
 
+def test_who_watches_a_router_of_thresholds_sees_it_run() -> None:
+    """The experts still run by the kernel."""
+    block = thresholds_of((13, 12, 37, 4, 64), "linear", 3)
+    x = torch.randn(9, 64)
+    seen: list[int] = []
+    handle = block.router.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert block_forward(block, x) is None
+    watched = block(x)
+    assert seen == [1]
+    handle.remove()
+    torch.testing.assert_close(watched, block(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["linear", "quadratic"])
 @pytest.mark.parametrize("count", [1, 9, 130])

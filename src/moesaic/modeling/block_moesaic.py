@@ -125,7 +125,11 @@ class MoesaicBlock(MoesaicReplacement):
             index_TK, gate_TK = self.router(x_TD)
             return self.experts(x_TD, index_TK, gate_TK)
         if x_TD.device.type == "cpu" and self.experts.has_own_kernel(x_TD):
-            index_TR, gate_TR = self.router.all_or_nobody(x_TD)
+            # To it an index beyond the experts is nobody's.
+            routed = self.sizes.num_routed
+            gate_TR = self.router.gates_of_all(x_TD)
+            index_R = torch.arange(routed, device=x_TD.device)
+            index_TR = index_R.where(gate_TR != 0, routed)
             return self.experts(x_TD, index_TR, gate_TR)
         # Every pair as a token of its own with one expert: as much work as pairs.
         token_P, expert_P, gate_P = self.router(x_TD)

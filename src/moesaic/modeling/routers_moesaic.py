@@ -137,14 +137,6 @@ class MoesaicRouter(nn.Module):
         gate_P = gate_TR[token_P, expert_P]
         return token_P, expert_P, gate_P
 
-    def all_or_nobody(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Every expert's index and gate (T, R); R, nobody's index, where it does not run."""
-        scores_TR = self.scores(x_TD)
-        chosen_TR = self.choose(scores_TR)
-        index_R = torch.arange(self.num_routed, device=x_TD.device)
-        index_TR = index_R.where(chosen_TR, self.num_routed)
-        return index_TR, self.gates(scores_TR)
-
     def gates_of_all(self, x_TD: Tensor) -> Tensor:
         """Gates (T, R), 0 for experts that do not run."""
         chosen = self(x_TD)
