@@ -164,16 +164,22 @@ def test_a_purpose_chooses_the_method_and_says_what_it_can_gain(
 
 
 @pytest.mark.parametrize(
-    ("routed", "told"),
-    [(128, "transformers 0.82 to 1.11"), (248, "256 experts in transformers 1.26")],
+    ("routed", "kind", "chooser", "told"),
+    [
+        (128, "linear", "topk", "transformers 0.82 to 1.11"),
+        (248, "linear", "topk", "256 experts in transformers 1.26"),
+        (31, "quadratic", "threshold", "128 experts in transformers 1.04"),
+        (31, "quadratic", "topk", "None"),
+        (31, "units", "threshold", "None"),
+    ],
 )
-def test_many_small_experts_are_told_their_own_times(routed: int, told: str) -> None:
-    router = SimpleNamespace(kind="linear", chooser="topk")
+def test_experts_are_told_the_times_of_their_kind(
+    routed: int, kind: str, chooser: str, told: str
+) -> None:
+    router = SimpleNamespace(kind=kind, chooser=chooser)
     sizes = SimpleNamespace(num_routed=routed)
     moe: Any = SimpleNamespace(layers=(0,), router=router, first_sizes=sizes)
-    measured = _measured(moe)
-    assert measured is not None
-    assert measured.startswith(told)
+    assert str(_measured(moe)).startswith(told)
 
 
 def test_a_purpose_that_gains_nothing_is_warned_of(run: Run, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ _EXPERTS = (
 )
 MOST_TIMED = 128  # experts of those times; 256 of them were timed apart
 _SMALL_EXPERTS = "256 experts in transformers 1.26 and 0.94"
+_BY_THRESHOLD = "128 experts in transformers 1.04 to 1.23 and 0.88 to 0.90"
 _NEURONS = (
     "transformers 1.05 to 1.09 and 0.73 to 0.94, vLLM with moesaic beside it 1.09 and 0.85 "
     "(with a C++ compiler and AVX-512)"
@@ -94,6 +95,9 @@ def _measured(moe: MoEConfig) -> str | None:
         return _STATIC
     if moe.router.kind in NEURON_KINDS:
         return _NEURONS
+    kinds = ("linear", "quadratic")
+    if moe.router.chooser == "threshold" and moe.router.kind in kinds:
+        return _BY_THRESHOLD
     # Others run their own way, and most engines do not hold them.
     is_usual = moe.router.kind == "linear" and moe.router.chooser == "topk"
     if not is_usual:
