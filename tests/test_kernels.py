@@ -161,7 +161,7 @@ def thresholds_of(shape: tuple[int, int, int, int, int], kind: str, cap: int | N
 def thresholds_by_loop(block: Any, x: Tensor) -> Tensor:
     """What such a block puts out, a token after the other."""
     scores = block.router.scores(x)
-    biased = scores + block.router.selection_bias
+    biased = scores + block.router.selection_bias  # of copies of neurons too
     chosen = reference.threshold_choice(biased.double().numpy(), block.router.cap)
     gates = block.router.gates(scores)
     gate = [gates[token, ran] for token, ran in enumerate(chosen)]
@@ -171,7 +171,7 @@ def thresholds_by_loop(block: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("cap", [None, 3])
-@pytest.mark.parametrize("kind", ["linear", "quadratic"])
+@pytest.mark.parametrize("kind", ["linear", "quadratic", "neuron-copies"])
 @pytest.mark.parametrize("shape", [(13, 12, 37, 4, 64), (0, 5, 300, 9, 40), (12, 12, 3, 1, 64)])
 @pytest.mark.parametrize("count", [1, 3, 70])
 def test_thresholds_equal_the_double_loop(
@@ -182,8 +182,10 @@ def test_thresholds_equal_the_double_loop(
     x = torch.randn(count, shape[-1])
     x[-1] = 0
     block.router.selection_bias.clamp_(max=-1e-3)
-    torch.testing.assert_close(block(x), thresholds_by_loop(block, x), rtol=1e-4, atol=1e-4)
-    assert torch.equal(block_forward(block, x), block(x))
+    found = block_forward(block, x)
+    assert found is not None
+    torch.testing.assert_close(found, thresholds_by_loop(block, x), rtol=1e-4, atol=1e-4)
+    assert torch.equal(found, block(x))
 
 
 def test_who_watches_a_router_of_thresholds_sees_it_run() -> None:
@@ -197,6 +199,33 @@ def test_who_watches_a_router_of_thresholds_sees_it_run() -> None:
     assert seen == [1]
     handle.remove()
     torch.testing.assert_close(watched, block(x), rtol=1e-4, atol=1e-4)
+
+
+def test_routers_that_the_kernel_would_misread_run_by_torch() -> None:
+    shape = (13, 12, 37, 4, 64)
+    x = torch.randn(9, 64)
+    block = thresholds_of(shape, "linear", None)
+    expected = block(x)
+    block.router.cap = 400  # no cap to torch
+    assert block_forward(block, x) is None
+    torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-4)
+    block.router.chooser = "by someone else"
+    assert block_forward(block, x) is None
+    block = thresholds_of(shape, "quadratic", None)
+    assert block_forward(block, x) is not None
+    block.router.feature_proj.weight.data = block.router.feature_proj.weight[:, :32]
+    assert block_forward(block, x) is None
+    with pytest.raises(RuntimeError, match="shape"):
+        block(x)
+
+
+def test_experts_that_learn_by_lora_run_by_torch_under_thresholds() -> None:
+    block = thresholds_of((13, 12, 37, 4, 64), "linear", None)
+    x = torch.randn(9, 64)
+    expected = block(x)
+    config = LoraConfig(target_parameters=["experts.gate_up_proj"], target_modules=[])
+    get_peft_model(block, config)
+    torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

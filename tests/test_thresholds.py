@@ -19,6 +19,7 @@ import moesaic
 from moesaic.methods.load import load_method
 from moesaic.methods.moesaic import Moesaic, MoesaicDynamic, set_thresholds
 from moesaic.modeling import MoesaicLinearRouter, MoesaicQuadraticRouter
+from moesaic.modeling.routers_moesaic import choose_experts
 from moesaic.parts.thresholds import budget_thresholds, soft_choice
 from tests import reference
 from tests.families import CONTEXT, tiny_model, tokens
@@ -170,6 +171,14 @@ def test_a_score_of_exactly_zero_does_not_run() -> None:
     router.selection_bias.copy_(torch.tensor([0.0, 0.0, -1.0, -1.0, -1.0]))
     scores = torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0], [-1.0, 0.0, 0.0, 0.0, 0.0]])
     assert router.choose(scores).int().tolist() == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("routed", "cap"), [(9, 2), (37, 3), (127, 20)])
+def test_one_runs_where_all_tie_below_zero(routed: int, cap: int) -> None:
+    """Though the largest that `argmax` finds need not be among those that `topk` does."""
+    tied_TR = torch.full((4, routed), -0.1)
+    assert choose_experts(tied_TR, "threshold", 2, cap).sum(1).tolist() == [1] * 4
+    assert choose_experts(-tied_TR, "threshold", 2, cap).sum(1).tolist() == [cap] * 4
 
 
 def test_a_cap_of_more_experts_than_there_are_is_no_cap() -> None:

@@ -356,10 +356,11 @@ def test_blocks_equal_the_double_loop(
 
 
 @pytest.mark.parametrize("cap", [None, 3])
+@pytest.mark.parametrize("kind", ["linear", "neuron-copies"])
 @pytest.mark.parametrize("tokens", [1, 3, FEW_TOKENS + 1])
-def test_thresholds_equal_the_double_loop(tokens: int, cap: int | None) -> None:
+def test_thresholds_equal_the_double_loop(tokens: int, kind: str, cap: int | None) -> None:
     """The last token passes none, and runs the first expert alone."""
-    block = thresholds_of((8, 12, 9, 4, 40), "linear", cap)
+    block = thresholds_of((8, 12, 9, 4, 40), kind, cap)
     x_TD = torch.randn(tokens, 40)
     x_TD[-1] = 0
     block.router.selection_bias.clamp_(max=-1e-3)

@@ -31,10 +31,10 @@ from moesaic.kernels.inputs import (
     ACTIVATIONS,
     LEARNT,
     are_hooked,
+    are_parameters_beside,
     can_be_read,
     is_plain_inference,
     learns,
-    lie_beside,
     rows_side_by_side,
 )
 from moesaic.kernels.seen import Known, Seen, run_as_known
@@ -72,7 +72,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         return None
     router = block.router
     matrices = _router_matrices(router)
-    if "direction_CD" in matrices:
+    if "direction_CD" in matrices:  # Triton's kernels do not know these
         return None
     lay_out_on_gpu(experts, x_TD)
     shared = block.shared_expert
@@ -167,7 +167,8 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         return False
     if not _act_alike(block.shared_expert, block.experts):
         return False
-    if not _is_readable_router(router, x_TD):
+    count = len(block.experts.down_proj)
+    if not _is_readable_router(router, count, x_TD):
         return False
     linears = _shared_linears(block)
     if not all(_is_linear(linear) for linear in linears):
@@ -178,18 +179,28 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
     return can_be_read([linear.weight for linear in linears], x_TD)
 
 
-def _is_readable_router(router: Any, x_TD: Tensor) -> bool:
-    """Whether its matrices lie as they are read, and are of the width that is read."""
+def _is_readable_router(router: Any, count: int, x_TD: Tensor) -> bool:
+    """Whether it chooses among so many experts, by matrices that lie as they are read."""
+    if router.chooser == "threshold":
+        most = router.cap
+    elif router.chooser == "topk":
+        most = router.num_active
+    else:
+        return False
+    if not 1 <= most <= count:
+        return False  # torch says what is wrong
     matrices = _router_matrices(router)
+    hidden = x_TD.shape[-1]
     directions = len(matrices.get("direction_CD", ()))
-    width = x_TD.shape[-1] + directions * (directions + 1) // 2
-    for name in ("router_RD", "router_gate_RD"):
-        if name not in matrices:
-            continue
-        rows, columns = matrices[name].shape
-        # Where more are to run than there are, torch says what is wrong.
-        if columns != width or rows < router.num_active:
-            return False
+    width = hidden + directions * (directions + 1) // 2
+    shapes = {
+        "router_RD": (count, width),
+        "router_gate_RD": (count, width),
+        "direction_CD": (directions, hidden),
+        "direction_bias_C": (directions,),
+    }
+    if any(matrix.shape != shapes[name] for name, matrix in matrices.items()):
+        return False
     for vector_R in (router.expert_scale, router.selection_bias):
         # A cast of the whole model takes them along.
         if vector_R.dtype != torch.float32 or vector_R.device != x_TD.device:
@@ -199,7 +210,7 @@ def _is_readable_router(router: Any, x_TD: Tensor) -> bool:
     of_tokens = list(matrices.values())
     if not all(matrix.is_contiguous() for matrix in of_tokens):
         return False
-    return lie_beside(of_tokens, x_TD)
+    return are_parameters_beside(of_tokens, x_TD)
 
 
 def _act_alike(shared: Any, experts: Any) -> bool:

@@ -57,8 +57,8 @@ def blocks(
     many; `active` is then how many run on average. The gate of an expert is
     1 + softmax(scores) * scale. Scores are products with the router's rows; with `copies`
     its rows are W_up of one neuron for each expert, beside them W_gate, and the score is
-    that neuron's hidden state or its size. A bias is then added to probabilities. Weights
-    as for `experts`.
+    that neuron's hidden state or its size. A bias is then added to probabilities, but for
+    a `cap`. Weights as for `experts`.
     """
     most = active if cap is None else cap
     place = Places(x_TD, len(first_RND), most)
@@ -218,7 +218,7 @@ def gates_of(
     value_TR = score_TR + bias_1R
     # What is no expert comes after all that are, the lowest too.
     value_TR = tl.where(there_TR, value_TR, float("-inf"))
-    if COPIES:
+    if COPIES and not BY_THRESHOLD:
         # Without a bias scores rank: probabilities may underflow.
         has_bias = tl.max(tl.abs(bias_1R)) > 0.0
         by_share_TR = share_TR + bias_1R
@@ -226,8 +226,9 @@ def gates_of(
         value_TR = tl.where(has_bias, by_share_TR, value_TR)
     chosen_TR = _best(value_TR, K, EXPERTS)
     if BY_THRESHOLD:
-        first_TR = _best(value_TR, 1, EXPERTS)
-        chosen_TR = chosen_TR & ((value_TR > 0.0) | first_TR)
+        finite_TR = tl.where(value_TR == value_TR, value_TR, float("inf"))
+        first_T1 = tl.argmax(finite_TR, axis=1)[:, None]
+        chosen_TR = chosen_TR & ((value_TR > 0.0) | (e_R[None, :] == first_T1))
     chosen_TR = chosen_TR & there_TR
     gate = tl.where(chosen_TR, 1.0 + share_TR * scale_1R, 0.0)
     return gate, chosen_TR

@@ -47,19 +47,20 @@ class _Call(ctypes.Structure):
 
 def call_of(
     experts: Any,
-    num_active: int,
+    most: int,
     given: dict[str, Tensor],
     dtype: torch.dtype,
     **switches: bool,
 ) -> CompiledCall:
     """The compiled function for these experts, which lie as `lay_out` lays them out.
 
-    `given` and `switches` are fields of its struct.
+    A token runs `most` of them, by thresholds at most so many. `given` and `switches` are
+    fields of its struct.
     """
     down_RMD = experts.down_proj.mT
     count, neurons, hidden = down_RMD.shape
     call = _Call(
-        K=num_active,
+        K=most,
         R=count,
         M=neurons,
         used=min(getattr(experts, "neurons", neurons), neurons),

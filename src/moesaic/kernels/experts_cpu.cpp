@@ -6,8 +6,8 @@
 // of weights is read once for them, and neurons in groups that stay in the cache. Many are
 // taken as panels (panels.h), or in bfloat16 as tiles where the processor has them (tiles.h).
 //
-// Suffixes: T tokens, K experts of a token, R experts, M neurons of one as they are
-// stored, D hidden size.
+// Suffixes: T tokens, K experts of a token (at most, by thresholds), R experts, M neurons of
+// one as they are stored, D hidden size, C directions.
 
 #include "tiles.h"
 
@@ -546,6 +546,7 @@ struct Router {
   }
 
  private:
+  // The first `count` numbers, or a whole vector of them; zeros beyond.
   template <typename N>
   static Floats load_some(const N* from, int64_t count) {
     N some[LANES] = {};
@@ -553,7 +554,7 @@ struct Router {
     return load(some);
   }
 
-  int64_t pairs() const { return C * (C + 1) / 2; }
+  int64_t pairs() const { return C * (C + 1) / 2; }  // of directions
 
   void products(const T* matrix_RD, const T* x_TD, float* to_TR, int64_t begin, int64_t end,
                 int64_t from, int64_t to) const {
@@ -567,24 +568,27 @@ struct Router {
                  int64_t to) const {
     Lines<float> z_TC((end - begin) * C);
     score(x_TD + begin * D, direction_CD, D, z_TC.data(), 0, end - begin, 0, C, C, D);
-    Lines<float> pair_P(pairs() + LANES);  // zeros beyond the last
+    const int64_t count_of_pairs = pairs();
+    Lines<float> pair_P(count_of_pairs + LANES);  // zeros beyond the last
     for (int64_t t = begin; t < end; t++) {
       float* z_C = z_TC.data() + (t - begin) * C;
       for (int64_t c = 0; c < C; c++) z_C[c] += number(direction_bias_C[c]);
-      float* pair = pair_P.data();
+      float* next = pair_P.data();
       for (int64_t i = 0; i < C; i++)
-        for (int64_t j = i; j < C; j++) *pair++ = z_C[i] * z_C[j];
+        for (int64_t j = i; j < C; j++) *next++ = z_C[i] * z_C[j];
       for (int64_t e = from; e < to; e += LANES) {
         const int64_t count = std::min<int64_t>(LANES, to - e);
         Floats sums[LANES] = {};
         for (int64_t i = 0; i < count; i++) {
-          const T* row_P = up_RD + (e + i) * (D + pairs()) + D;
-          for (int64_t p = 0; p < pairs(); p += LANES)
-            sums[i] += load(pair_P.data() + p) * load_some(row_P + p, pairs() - p);
+          const T* row_P = up_RD + (e + i) * (D + count_of_pairs) + D;
+          for (int64_t p = 0; p < count_of_pairs; p += LANES) {
+            const Floats weights = load_some(row_P + p, count_of_pairs - p);
+            sums[i] += load(pair_P.data() + p) * weights;
+          }
         }
-        float* score = scores_TR + t * R + e;
-        const Floats added = load_some(score, count) + totals(sums);
-        std::memcpy(score, &added, count * sizeof(float));
+        float* of_experts = scores_TR + t * R + e;
+        const Floats added = load_some(of_experts, count) + totals(sums);
+        std::memcpy(of_experts, &added, count * sizeof(float));
       }
     }
   }
@@ -592,7 +596,8 @@ struct Router {
 
 // Chooses the K experts of largest score + bias, the first of equal ones, and their gates
 // 1 + softmax(scores) * scale. Where `by_probability` the softmax stands for the score.
-// Where `by_threshold` only those above zero, but always the first: others are nobody's.
+// Where `by_threshold` only those of them above zero, but always the first: what is left of
+// index_K is nobody's.
 void choose(const float* scores_R, const float* bias_R, const float* scale_R, bool scaled,
             bool by_probability, bool by_threshold, int64_t R, int64_t K, Choice& choice,
             int64_t* index_K, float* gate_K) {
@@ -610,7 +615,7 @@ void choose(const float* scores_R, const float* bias_R, const float* scale_R, bo
     // What is no number is not in any order, and comes last.
     value_R[e] = value == value ? value : -INFINITY;
   }
-  const int64_t first = std::max_element(value_R, value_R + R) - value_R;
+  const int64_t first = by_threshold ? std::max_element(value_R, value_R + R) - value_R : 0;
   const auto runs = [&](int64_t e) { return !by_threshold || value_R[e] > 0 || e == first; };
   int64_t count = 0;
   if (K == R) {
@@ -639,8 +644,9 @@ void route(const Router<T>& router, const T* x_TD, bool by_threshold, int64_t* i
            float* gate_TK, int64_t tokens, int64_t K, int threads) {
   const int64_t R = router.R;
   const bool scaled = Router<T>::any(router.scale_R, R);
-  // A neuron's copy ranks by probability once a bias is trained.
-  const bool by_probability = router.copies && Router<T>::any(router.bias_R, R);
+  // By top-k a neuron's copy ranks by probability once a bias is trained.
+  const bool by_probability =
+      router.copies && !by_threshold && Router<T>::any(router.bias_R, R);
   static thread_local Lines<float> kept;
   kept.resize(2 * tokens * R);
   float* scores_TR = kept.data();

@@ -77,14 +77,14 @@ def can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
 
     PEFT and others put something else in their place.
     """
-    if x_TD.ndim != 2 or not lie_beside(parameters, x_TD):
+    if x_TD.ndim != 2 or not are_parameters_beside(parameters, x_TD):
         return False
     width = x_TD.shape[1]
     return all(width in parameter.shape[-2:] for parameter in parameters)
 
 
-def lie_beside(parameters: list[Any], x_TD: Tensor) -> bool:
-    """The same of any width."""
+def are_parameters_beside(parameters: list[Any], x_TD: Tensor) -> bool:
+    """Whether these are plain parameters on the input's device, in its dtype."""
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
             return False

@@ -371,13 +371,14 @@ def choose_experts(
         index_TK = biased_TR.topk(num_active, dim=-1, sorted=False).indices
         return none_TR.scatter_(1, index_TK, True)
     chosen_TR = biased_TR > 0
-    first_T1 = biased_TR.argmax(-1, keepdim=True)
-    chosen_TR.scatter_(1, first_T1, True)
     if cap < biased_TR.shape[1]:
         index_TK = biased_TR.topk(cap, dim=-1).indices
         within_cap_TR = none_TR.scatter_(1, index_TK, True)
         chosen_TR &= within_cap_TR
-    return chosen_TR
+        first_T1 = index_TK[:, :1]
+    else:
+        first_T1 = biased_TR.argmax(-1, keepdim=True)
+    return chosen_TR.scatter_(1, first_T1, True)
 
 
 def weights_of(module: nn.Module) -> int:
