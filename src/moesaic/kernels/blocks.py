@@ -167,7 +167,8 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         return False
     if not _act_alike(block.shared_expert, block.experts):
         return False
-    count = len(block.experts.down_proj)
+    experts: Any = block.experts
+    count = len(experts.down_proj)
     if not _is_readable_router(router, count, x_TD):
         return False
     linears = _shared_linears(block)
