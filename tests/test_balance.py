@@ -151,5 +151,23 @@ def test_thresholds_are_fitted_again_to_the_budget() -> None:
         assert torch.allclose(moved_R, moved_R[0].expand(6), atol=1e-5)
 
 
+def test_steps_hold_the_budget_of_thresholds_and_no_more() -> None:
+    """All of a layer move alike, against the mean load."""
+    model = converted("moesaic-dynamic")
+    routers = routers_of(model)
+    worker = balancer(model, 0.01)
+    with torch.no_grad():
+        routers[0].selection_bias += 1.0
+        routers[1].selection_bias -= 1.0
+        before = [router.selection_bias.clone() for router in routers]
+        with worker.forward():
+            model(WINDOWS)
+        loads = worker.step()
+    assert any(len(set(load_GR[0].tolist())) > 1 for load_GR in loads)
+    for router, old_R, load_GR in zip(routers, before, loads, strict=True):
+        step = -0.01 if load_GR.mean() > 0.5 else 0.01
+        torch.testing.assert_close(router.selection_bias - old_R, torch.full((6,), step))
+
+
 def test_static_pruning_has_no_loads() -> None:
     assert measure_loads(converted("static"), WINDOWS) is None

@@ -85,9 +85,9 @@ def moved(
     """The bias after one step: by `rate` against every load above or below `target`.
 
     Loads are pairs per token and expert. The paper's p* = 1 / R of all pairs is a load
-    of K / R, which also holds the budget where thresholds let loads differ from token
-    to token. The bias stays within `bound` of `centre_R`, so that it never decides more
-    than the scores do.
+    of K / R. Where thresholds choose, every expert's load is the mean of all, so that the
+    budget holds, and no more. The bias stays within `bound` of `centre_R`, so that it
+    never decides more than the scores do.
     """
     excess_R = load_R - target
     step_R = rate * excess_R.sign()
@@ -215,10 +215,15 @@ class Balancer:
             target = router.num_active / count_GR.shape[1]
             mean_GR = count_GR / tokens_G1.clamp(min=1)
             load_GR = torch.where(tokens_G1 > 0, mean_GR, target)
+            against_GR = load_GR
+            if router.chooser == "threshold":
+                # Its experts add unlike energies, so their loads differ: all move alike.
+                mean_G1 = load_GR.mean(1, keepdim=True)
+                against_GR = mean_G1.expand_as(load_GR)
             end = start + len(count_GR)
             bound_G1 = self.bound_L[start:end, None]
             centre = self.centre[layer]
-            self._move(router, load_GR, target, centre, bound_G1)
+            self._move(router, against_GR, target, centre, bound_G1)
             loads.append(load_GR)
             start = end
         self.clear()
