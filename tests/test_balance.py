@@ -155,11 +155,11 @@ def test_steps_hold_the_budget_of_thresholds_and_no_more() -> None:
     """All of a layer move alike, against the mean load."""
     model = converted("moesaic-dynamic")
     routers = routers_of(model)
+    routers[0].selection_bias += 0.2
+    routers[1].selection_bias -= 0.2
     worker = balancer(model, 0.01)
+    before = [router.selection_bias.clone() for router in routers]
     with torch.no_grad():
-        routers[0].selection_bias += 1.0
-        routers[1].selection_bias -= 1.0
-        before = [router.selection_bias.clone() for router in routers]
         with worker.forward():
             model(WINDOWS)
         loads = worker.step()
