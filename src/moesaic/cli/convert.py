@@ -70,7 +70,8 @@ def convert_command(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="SxAyEz: x shared experts, y routed ones for each token, z in all."
+            help="SxAyEz: x shared experts, y routed ones for each token (on average by "
+            "moesaic-dynamic), z in all."
         ),
     ] = None,
     sparsity: Annotated[

@@ -86,7 +86,8 @@ def finetune_command(
         float,
         typer.Option(
             help="How fast the routers' biases move towards equal loads of the "
-            "experts. 0: not at all."
+            "experts; where thresholds choose, all of a layer alike towards its "
+            "budget. 0: not at all."
         ),
     ] = 1e-3,
     distill: Annotated[

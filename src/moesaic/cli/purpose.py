@@ -28,14 +28,17 @@ _WORDS = {
 
 # A prompt and a token over the dense model's time: SmolLM2-135M on 2 CPU cores of several
 # processors, in 16 and 32 bits, experts and static pruning with a quarter skipped, neurons
-# with half (docs/speed.md).
+# with half, thresholds with both (in vLLM with half; docs/speed.md).
 _EXPERTS = (
     "transformers 0.82 to 1.11 and 0.74 to 0.95, vLLM with moesaic beside it 0.95 and 1.03, "
     "exported 1.21 to 1.45 and 0.92 to 0.97, llama.cpp 1.7 to 5.8 and 1.2 to 1.6"
 )
 MOST_TIMED = 128  # experts of those times; 256 of them were timed apart
 _SMALL_EXPERTS = "256 experts in transformers 1.26 and 0.94"
-_BY_THRESHOLD = "128 experts in transformers 1.04 to 1.23 and 0.88 to 0.90"
+_BY_THRESHOLD = (
+    "128 experts in transformers 1.04 to 1.23 and 0.88 to 0.90, in vLLM with moesaic beside "
+    "it 1.02 and 1.06"
+)
 _NEURONS = (
     "transformers 1.05 to 1.09 and 0.73 to 0.94, vLLM with moesaic beside it 1.09 and 0.85 "
     "(with a C++ compiler and AVX-512)"
@@ -98,7 +101,7 @@ def _measured(moe: MoEConfig) -> str | None:
     kinds = ("linear", "quadratic")
     if moe.router.chooser == "threshold" and moe.router.kind in kinds:
         return _BY_THRESHOLD
-    # Others run their own way, and most engines do not hold them.
+    # Others run their own way, or were not timed since their routers run in the kernel.
     is_usual = moe.router.kind == "linear" and moe.router.chooser == "topk"
     if not is_usual:
         return None

@@ -70,7 +70,7 @@ MEANING = {
     "static": "static: keeps the best neurons and routes nothing",
     "static-repaired": "static+repair: static, with refitted output weights",
     "random": "random: random neurons for each token",
-    "oracle": "oracle: these experts, each token runs its best",
+    "oracle": "oracle: these experts, each token runs its best, as many for every token",
     "neuron-oracle": "neuron oracle: each token runs its best neurons",
     "recall": "recall: share of the oracle's experts that the router picks too",
     "load": "load: tokens of the most used expert, over the mean of all",

@@ -46,8 +46,9 @@ class LayerReport:
     where the method itself repairs nothing), `unrepaired` (this layer without its
     repair), `random` (random neurons for each token), `oracle` (the same experts, each
     token runs its best) and `neuron-oracle` (each token runs its best neurons); none of
-    the last three is repaired. The oracle runs the K experts of largest output norm;
-    `router_recall` is the share of them that the router picks (chance is K / R),
+    the last three is repaired. The oracle runs the K experts of largest output norm for
+    every token, also where thresholds let tokens differ: a layer may then lose less than
+    its oracle. `router_recall` is the share of them that the router picks (chance is K / R),
     `mass_kept` the share of all experts' output energy in the experts that ran,
     `oracle_mass` the oracle's. `expert_load` is the share of tokens that each expert
     runs for. `kept_energy` holds the rounds of re-assignment, `shares` those of the

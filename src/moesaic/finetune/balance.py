@@ -1,7 +1,8 @@
-"""Equal loads without a loss of their own: the selection bias moves after every step.
+"""Equal loads, or a budget, without a loss of their own: biases move after every step.
 
 Paper, Section 4.3: b_j falls by gamma where expert j runs for more than its share,
-and rises where it runs for less. The gate never sees the bias.
+and rises where it runs for less. Where thresholds choose, all of a layer move alike,
+against their mean load. The gate never sees the bias.
 
 Shape suffixes: T tokens, N windows, B windows of a batch, L tokens of a window or
 groups of all layers, R routed experts, K routed experts run per token, D hidden_size,

@@ -85,7 +85,8 @@ def finetune(
     Adam trains LoRA weights of `rank` and `alpha` in attention and experts, the routers
     (unless frozen) and expert_scale, on `samples` windows of `data`. That is a SOURCE:
     wikitext2 unless given, or demo for what came from the demo model. After every step
-    the selection biases move by `balance_rate` towards equal loads.
+    the selection biases move by `balance_rate` towards equal loads, or, where thresholds
+    choose, all of a layer alike towards its budget.
 
     `distill` is the teacher, whose logits and FFNs are imitated: "auto" for the dense
     model that was converted, "none", or a dense model's folder or hub id. With

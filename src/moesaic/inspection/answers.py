@@ -219,8 +219,8 @@ def _router_words(layers: list[LayerReport]) -> list[str]:
     oracle = mean_reference(layers, "oracle")
     if unrepaired is not None and oracle is not None:
         sentence += (
-            f". Without repair a layer loses {percent(unrepaired)}, with the oracle's "
-            f"choice {percent(oracle)}: the difference is the routers'"
+            f". Without repair a layer loses {percent(unrepaired)}, with the choice of "
+            f"an oracle that runs as many for every token {percent(oracle)}"
         )
     return [f"{sentence}."]
 

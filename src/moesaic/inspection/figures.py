@@ -139,7 +139,8 @@ def _router_figure(layers: list[LayerReport]) -> Figure:
     return Figure(
         "How well the router chooses",
         "Share of all units' output energy in those that ran, the same where an oracle "
-        "chooses, and the share of the oracle's choice that the router picks too.",
+        "chooses as many for every token, and the share of the oracle's choice that the "
+        "router picks too.",
         charts.lines("router quality by layer", places, series),
         _columns_table(places, columns),
         series,

@@ -221,7 +221,10 @@ def _act_alike(shared: Any, experts: Any) -> bool:
 
 
 def _is_known_router(router: Any, experts: Any) -> bool:
-    """A matrix, or copies of neurons of these experts; PEFT's wrappers are neither."""
+    """A matrix, with products of directions or not, or copies of these experts' neurons.
+
+    PEFT's wrappers are none of these.
+    """
     from moesaic.modeling import (
         MoesaicLinearRouter,
         MoesaicNeuronCopyRouter,

@@ -4,7 +4,8 @@
 
 does it for any model whose experts stand behind that interface, such as an exported one.
 Models of moesaic's own architecture do it by themselves on a processor with AVX2 and on
-a GPU of NVIDIA's, and with them the router and the shared expert in the same call. On a
+a GPU of NVIDIA's, and with them the router and the shared expert in the same call (on a
+GPU not where the router has products of directions). On a
 GPU up to 64 tokens at once (32 of large blocks) run by experts_triton.py and
 blocks_triton.py, longer inputs by experts_prompts_triton.py (where more than a quarter of
 the experts run) and prompts_triton.py. All others, on other devices, in training and
@@ -45,7 +46,8 @@ def experts_forward(
     """y_T = sum of gate * expert(x_T) over each token's experts, (T, D).
 
     `top_k_index` (T, K) names experts, `top_k_weights` (T, K) are their gates. `experts`
-    is a module of transformers' experts interface. Costs 6 K M D FLOPs a token, 4 where
+    is a module of transformers' experts interface. On a CPU an index beyond the experts is
+    nobody's. Costs 6 K M D FLOPs a token, 4 where
     the FFN has no gate, and weights of experts that nobody chose are not read, but for
     many tokens on a GPU (experts_prompts_triton.py). W_down is
     laid out anew, neuron by neuron, the first time: its values and shape stay.

@@ -2,9 +2,9 @@
 
 docs/method.md holds the equations. `moesaic` has a linear router and a fixed number of
 experts for every token, which stock architectures hold. `moesaic-dynamic` runs every
-expert above its threshold, reads products of directions too, and lets layers share one
-budget. Both cost about 4.5 forward passes over the calibration tokens; sharing a budget
-takes some three more.
+expert whose expected energy is above a threshold of its layer, reads products of
+directions too, and lets layers share one budget. Both cost about 4.5 forward passes over
+the calibration tokens; sharing a budget takes some three more.
 
 Shape suffixes: T tokens, S tokens of the sample, D hidden_size, P features, R routed
 experts, C directions.
@@ -76,7 +76,7 @@ class Moesaic(ExpertMethod):
     """Experts of one size, K of them for every token, chosen by a matrix product.
 
     With `directions` the router also reads products of pairs of so many directions of
-    its input, at the price of stock architectures.
+    its input, at the price of stock architectures, and of our kernels on a GPU.
     """
 
     description = METHODS["moesaic"]
@@ -246,7 +246,10 @@ class Moesaic(ExpertMethod):
 
 @dataclass(frozen=True)
 class MoesaicDynamic(Moesaic):
-    """Every expert above its threshold runs: a token runs as many as it needs."""
+    """Every expert above its layer's threshold runs.
+
+    A token runs as many as it needs, an expert for as many tokens as need it.
+    """
 
     description = METHODS["moesaic-dynamic"]
     chooser = "threshold"
