@@ -241,7 +241,7 @@ def test_dry_run_reads_the_headers_of_weights(run: Run, model: Path, tmp_path: P
 
 def test_times_are_told_of_methods_that_were_timed(run: Run, tmp_path: Path) -> None:
     given = ("convert", "demo", "--dry-run", "--output", tmp_path / "out")
-    given += ("--method", "moesaic-dynamic", "--set", "layer_budgets=uniform")
+    given += ("--method", "cmoe")
     code, out, _ = run(*given)
     assert code == 0
     assert "time over dense at best" in out

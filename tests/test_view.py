@@ -62,7 +62,9 @@ def converted(family: str, method: Any, layout: str) -> Any:
     assert isinstance(replacement, MoesaicReplacement)
     assert replacement.view is None  # as a user gets it
     for router in replacement.router_modules().values():
-        if getattr(method, "cap", None) is not None:
+        # Where all are to run, all exceed their thresholds by as much, and the first is anyone.
+        some_rest = moe.first_sizes.num_active < moe.first_sizes.num_routed
+        if getattr(method, "cap", None) is not None and some_rest:
             router.cap = 1  # so that it bites, whatever the layout
         if hasattr(router, "expert_scale"):
             with torch.no_grad():
