@@ -14,12 +14,14 @@ from moesaic.calibration.expert_inputs import ExpertInputs
 from moesaic.conversion.layer_error import LayerReport
 from moesaic.conversion.mixtures import merged
 from moesaic.families import find_ffns
+from moesaic.kernels import build
 from moesaic.modeling import (
     MoesaicHierarchy,
     MoesaicNeuronCopyRouter,
     MoesaicPairProjection,
     MoesaicQuadraticRouter,
 )
+from moesaic.modeling.experts_moesaic import some_are_nobodys
 from moesaic.parts.stack import stack_experts, unstack_expert
 from tests import reference
 from tests.families import CONTEXT, HIDDEN, tokens
@@ -117,6 +119,24 @@ def test_outputs_and_gradients_equal_the_double_loop(
     assert fast.keys() >= {"x", "weight", "experts.down_proj", "router.expert_scale"}
     for name, value in fast.items():
         torch.testing.assert_close(value, leaves[name].grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler, and there is none")
+@pytest.mark.parametrize("method", ["cmoe", "moesaic-dynamic"])
+def test_pairs_that_run_unlike_numbers_of_sub_experts_run_by_the_kernel(method: str) -> None:
+    """By thresholds, or where some outer experts stay whole."""
+    block: Any = block_of(method, experts=[0, 3]).requires_grad_(False)
+    x, weight = torch.randn(13, HIDDEN), torch.rand(13, ACTIVE)
+    index = torch.rand(13, OUTER).topk(ACTIVE).indices
+    outputs = []
+    with torch.no_grad():
+        for implementation in ("eager", "moesaic"):
+            block.experts.config._experts_implementation_internal = implementation
+            assert some_are_nobodys(block.experts, x) == (implementation == "moesaic")
+            outputs.append(block(x, index, weight))
+        assert block(x[:0], index[:0], weight[:0]).shape == (0, HIDDEN)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    assert block.experts.down_proj.mT.is_contiguous()
 
 
 @pytest.mark.parametrize("method", ["cmoe", "moesaic-dynamic"])

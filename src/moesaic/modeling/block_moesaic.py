@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from .experts_moesaic import MoesaicExperts
+from .experts_moesaic import MoesaicExperts, some_are_nobodys
 from .hierarchy_moesaic import MoesaicHierarchy
 from .moe_config_moesaic import BlockConfig, Sizes
 from .replacement_moesaic import MoesaicReplacement
@@ -124,8 +124,7 @@ class MoesaicBlock(MoesaicReplacement):
         if self.router.chooser == "topk":
             index_TK, gate_TK = self.router(x_TD)
             return self.experts(x_TD, index_TK, gate_TK)
-        if x_TD.device.type == "cpu" and self._experts_have_kernel(x_TD):
-            # To it an index beyond the experts is nobody's.
+        if some_are_nobodys(self.experts, x_TD):
             routed = self.sizes.num_routed
             gate_TR = self.router.gates_of_all(x_TD)
             index_R = torch.arange(routed, device=x_TD.device)
@@ -154,19 +153,12 @@ class MoesaicBlock(MoesaicReplacement):
             return False
         if device == "cuda" and self.router.chooser == "threshold":
             return True  # experts alone would get pairs, each as a token
-        if self._experts_have_kernel(x_TD):
+        if self.experts.has_own_kernel(x_TD):
             return False
         if device == "cuda":
             return True
         weights = self.sizes.expert * self.block.hidden_size
         return weights <= SMALL_EXPERT
-
-    def _experts_have_kernel(self, x_TD: Tensor) -> bool:
-        """Whether they run by a function of their own; PEFT's wrappers do not."""
-        experts = self.experts
-        return isinstance(experts, MoesaicExperts) and experts.has_own_kernel(
-            x_TD
-        )
 
     def _viewed_gates(self, x_TD: Tensor) -> Tensor:
         router = self.router

@@ -174,3 +174,13 @@ class MoesaicExperts(_SeamExperts):
         parts = stacked.unflatten(1, (num_matrices, -1))
         used = parts[:, :, : self.neurons]
         return used.flatten(0, 2)
+
+
+def some_are_nobodys(experts: Any, x_TD: Tensor) -> bool:
+    """Whether these run by a kernel to which an index beyond them is nobody's.
+
+    So tokens may run unlike numbers of experts, in one call.
+    """
+    if not x_TD.is_cpu or not isinstance(experts, MoesaicExperts):
+        return False
+    return experts.has_own_kernel(x_TD)

@@ -7,7 +7,8 @@ Leaf: this file is copied beside the weights, so it imports torch and transforme
 
 Shape suffixes: T tokens, D hidden_size, O outer experts of a token, P = T O pairs of a
 token and an outer expert, E outer experts, R routed sub-experts of one, K of them run
-for a pair, Q triples of a token, an outer expert and a sub-expert.
+for a pair, Q triples of a token, an outer expert and a sub-expert, U = O R sub-experts of
+a token's outer ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .experts_moesaic import MoesaicExperts
+from .experts_moesaic import MoesaicExperts, some_are_nobodys
 from .moe_config_moesaic import BlockConfig, OuterConfig, Sizes
 from .replacement_moesaic import MoesaicReplacement
 from .routers_moesaic import new_router
@@ -105,12 +106,22 @@ class MoesaicHierarchy(MoesaicReplacement):
             index_TOK = index_PK.view(tokens, per_token)
             gate_TOK = gate_PK.view(tokens, per_token)
             return self.experts(x_TD, index_TOK, gate_TOK)
-        # Every triple as a token of its own with one expert: as much work as triples.
         whole_E = self._whole_marks(x_TD.device)
         pair_Q, sub_Q, gate_Q = self.router(x_PD, expert_P, whole_E)
         first_Q = expert_P[pair_Q] * self.num_routed
         index_Q = first_Q + sub_Q
         gate_Q = gate_Q * weight_P[pair_Q]
+        if some_are_nobodys(self.experts, x_TD):
+            nobody = self.num_outer * self.num_routed
+            index_PR = index_Q.new_full((len(x_PD), self.num_routed), nobody)
+            index_PR[pair_Q, sub_Q] = index_Q
+            gate_PR = gate_Q.new_zeros(index_PR.shape)
+            gate_PR[pair_Q, sub_Q] = gate_Q
+            units = outer * self.num_routed
+            index_TU = index_PR.view(tokens, units)
+            gate_TU = gate_PR.view(tokens, units)
+            return self.experts(x_TD, index_TU, gate_TU)
+        # Every triple as a token of its own with one expert: as much work as triples.
         x_QD = x_PD[pair_Q]
         index_Q1 = index_Q[:, None]
         gate_Q1 = gate_Q[:, None]
