@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 DYNAMIC = "moesaic-dynamic layer_budgets=uniform"
 # (method, share of neurons skipped): perplexity over dense, at most.
 AIMS = {
-    (DYNAMIC, 0.25): 1.09,
-    (DYNAMIC, 0.5): 1.28,
+    (DYNAMIC, 0.25): 1.065,
+    (DYNAMIC, 0.5): 1.25,
     ("moesaic", 0.25): 1.15,
     ("moesaic", 0.5): 1.44,
     ("static-repaired", 0.25): 1.22,
