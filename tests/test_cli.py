@@ -168,7 +168,7 @@ def test_a_purpose_chooses_the_method_and_says_what_it_can_gain(
     [
         (128, "linear", "topk", "transformers 0.82 to 1.11"),
         (248, "linear", "topk", "256 experts in transformers 1.26"),
-        (31, "quadratic", "threshold", "128 experts in transformers 1.04"),
+        (31, "quadratic", "threshold", "128 experts in transformers 0.84"),
         (31, "quadratic", "topk", "None"),
         (31, "units", "threshold", "None"),
     ],

@@ -599,6 +599,7 @@ OPS = [
     ("blocks", given_to_blocks),
     ("blocks", lambda: given_to_blocks(cap=3)),
     ("prompts", given_to_blocks),
+    ("prompts", lambda: given_to_blocks(cap=3)),
 ]
 
 

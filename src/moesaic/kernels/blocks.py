@@ -138,15 +138,14 @@ def _look_at(block: Any, x_TD: Tensor) -> Known | None:
         given["shared_down_SD"] = shared.down_proj.weight.mT
         if shared.gate_proj is not None:
             given["shared_gate_SD"] = shared.gate_proj.weight
-    by_threshold = router.chooser == "threshold"
     run = call_of(
         experts,
-        router.cap if by_threshold else router.num_active,
+        _most_of_token(router),
         given,
         x_TD.dtype,
         copies="score_proj" not in router._modules,
         absolute=getattr(router, "absolute", False),
-        by_threshold=by_threshold,
+        by_threshold=router.chooser == "threshold",
     )
     return Known(seen, run)
 
@@ -182,13 +181,7 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
 
 def _is_readable_router(router: Any, count: int, x_TD: Tensor) -> bool:
     """Whether it chooses among so many experts, by matrices that lie as they are read."""
-    if router.chooser == "threshold":
-        most = router.cap
-    elif router.chooser == "topk":
-        most = router.num_active
-    else:
-        return False
-    if not 1 <= most <= count:
+    if not 1 <= _most_of_token(router) <= count:
         return False  # torch says what is wrong
     matrices = _router_matrices(router)
     hidden = x_TD.shape[-1]
@@ -212,6 +205,15 @@ def _is_readable_router(router: Any, count: int, x_TD: Tensor) -> bool:
     if not all(matrix.is_contiguous() for matrix in of_tokens):
         return False
     return are_parameters_beside(of_tokens, x_TD)
+
+
+def _most_of_token(router: Any) -> int:
+    """How many experts a token runs, by thresholds at most; 0 by any other choice."""
+    most: dict[str, int] = {
+        "topk": router.num_active,
+        "threshold": router.cap,
+    }
+    return most.get(router.chooser, 0)
 
 
 def _act_alike(shared: Any, experts: Any) -> bool:
