@@ -25,7 +25,7 @@ from moesaic.kernels.neurons import neurons_forward
 from moesaic.methods.contents import METHODS
 from moesaic.modeling import RouterConfig
 from tests.random_neurons import inputs_of, neurons_of
-from tests.test_kernels import block_of
+from tests.test_kernels import block_of, thresholds_by_loop, thresholds_of
 
 block_forward: Any = experts_forward.block  # type: ignore[attr-defined]
 
@@ -122,6 +122,30 @@ def test_each_expert_computes_its_own_tokens(
     found = block_forward(block, x_TD)
     assert relative(found, slow(block, x_TD)) < TOLERANCE[dtype]
     assert torch.equal(block_forward(block, x_TD), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [None, 3])
+@pytest.mark.parametrize("kind", ["linear", "quadratic"])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 65, 700])
+def test_experts_chosen_by_thresholds(
+    tokens: int, kind: str, cap: int | None, dtype: torch.dtype, nothing_fails: None
+) -> None:
+    """The twin scores in float64; tokens with an expert next to its threshold are left out."""
+    block = thresholds_of((150, 34, 9, 4, 72), kind, cap, dtype)
+    twin = copy.deepcopy(block).double()
+    x_TD = torch.randn(tokens, 72).to(dtype)
+    value_TR = twin.router.scores(x_TD.double()) + twin.router.selection_bias
+    is_clear_T = (value_TR.abs() > 1e-4).all(dim=1)
+    if cap is not None:
+        sorted_TR = value_TR.sort(descending=True).values
+        is_clear_T &= sorted_TR[:, cap - 1] - sorted_TR[:, cap] > 1e-4
+    assert is_clear_T.double().mean() > 0.9
+    found_TD = block_forward(block.to(GPU), x_TD.to(GPU))
+    assert found_TD is not None
+    clear_TD = x_TD[is_clear_T].double()
+    expected_TD = thresholds_by_loop(twin, clear_TD)
+    assert relative(found_TD[is_clear_T], expected_TD) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tokens", [5, 100])

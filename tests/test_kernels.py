@@ -149,11 +149,16 @@ def test_many_tokens_side_by_side(hidden: int, count: int, dtype: torch.dtype, g
     assert (error_T < bound * expected.norm(dim=1)).all()
 
 
-def thresholds_of(shape: tuple[int, int, int, int, int], kind: str, cap: int | None) -> Any:
+def thresholds_of(
+    shape: tuple[int, int, int, int, int],
+    kind: str,
+    cap: int | None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """A block whose tokens run unlike numbers of experts."""
     directions = 3 if kind == "quadratic" else 0
     router = RouterConfig(kind, "threshold", directions=directions, cap=cap)
-    block = block_of(shape, router=router)
+    block = block_of(shape, dtype, router=router)
     block.router.selection_bias.normal_(-0.5, 0.3)
     return block
 
@@ -233,10 +238,7 @@ def test_experts_that_learn_by_lora_run_by_torch_under_thresholds() -> None:
 @pytest.mark.parametrize("count", [1, 9, 130])
 def test_thresholds_in_bfloat16(count: int, kind: str, threads: int) -> None:
     """Scores are in float32, so the same experts run."""
-    block = thresholds_of((13, 12, 37, 4, 64), kind, None).bfloat16()
-    router = block.router
-    router.expert_scale.data = router.expert_scale.float()
-    router.selection_bias = router.selection_bias.float()
+    block = thresholds_of((13, 12, 37, 4, 64), kind, None, torch.bfloat16)
     x = torch.randn(count, 64).bfloat16()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -356,7 +356,7 @@ def test_blocks_equal_the_double_loop(
 
 
 @pytest.mark.parametrize("cap", [None, 3])
-@pytest.mark.parametrize("kind", ["linear", "neuron-copies"])
+@pytest.mark.parametrize("kind", ["linear", "quadratic", "neuron-copies"])
 @pytest.mark.parametrize("tokens", [1, 3, FEW_TOKENS + 1])
 def test_thresholds_equal_the_double_loop(tokens: int, kind: str, cap: int | None) -> None:
     """The last token passes none, and runs the first expert alone."""
@@ -367,6 +367,20 @@ def test_thresholds_equal_the_double_loop(tokens: int, kind: str, cap: int | Non
     found = block_forward(block, x_TD)
     expected = thresholds_by_loop(block, x_TD)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("directions", [16, 17])
+@pytest.mark.parametrize("tokens", [2, FEW_TOKENS + 1])
+def test_more_directions_than_experts(tokens: int, directions: int) -> None:
+    """Up to 16 of them."""
+    router = RouterConfig("quadratic", "topk", directions=directions)
+    block = block_of((0, 4, 3, 2, 40), router=router)
+    x_TD = torch.randn(tokens, 40)
+    found = block_forward(block, x_TD)
+    if directions > 16:
+        assert found is None
+        return
+    torch.testing.assert_close(found, slow_block(block, x_TD), rtol=1e-5, atol=1e-5)
 
 
 def test_gathered_tokens_of_thresholds_equal_all_under_a_mask(gathers: None) -> None:
@@ -562,12 +576,19 @@ def given_to_neurons(kind: str) -> list[Any]:
 
 
 def given_to_blocks(cap: int | None = None) -> list[Any]:
-    block = block_of((3, 5, 3, 2, 8))
+    """By top-k, or by thresholds and products of directions."""
+    chosen_by = RouterConfig("linear", "topk")
+    if cap is not None:
+        chosen_by = RouterConfig("quadratic", "threshold", directions=2, cap=cap)
+    block = block_of((3, 5, 3, 2, 8), router=chosen_by)
     router, shared = block.router, block.shared_expert
+    directions = getattr(router, "feature_proj", None)
     return [
         torch.randn(2, 8),
         router.score_proj.weight,
         None,
+        None if directions is None else directions.weight,
+        None if directions is None else directions.bias,
         router.selection_bias,
         router.expert_scale,
         shared.gate_proj.weight,

@@ -119,10 +119,19 @@ def test_experts(gated: bool, dtype: torch.dtype, compiled: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "kind"),
-    [(1, "linear"), (40, "linear"), (65, "linear"), (3, "neuron-copies"), (65, "neuron-copies")],
+    [
+        (1, "linear"),
+        (40, "linear"),
+        (65, "linear"),
+        (3, "neuron-copies"),
+        (65, "neuron-copies"),
+        (3, "quadratic"),
+        (65, "quadratic"),
+    ],
 )
 def test_blocks(tokens: int, kind: str, compiled: set[str]) -> None:
-    router = RouterConfig(kind, "topk")
+    directions = 8 if kind == "quadratic" else 0
+    router = RouterConfig(kind, "topk", directions=directions)
     block = block_of((9, 12, 20, 8, 40), torch.bfloat16, router=router)
     assert block_forward(block, torch.randn(tokens, 40).bfloat16()) is not None
     assert compiled == (PROMPTS if tokens > 64 else BLOCKS)

@@ -39,6 +39,9 @@ from moesaic.kernels.inputs import (
 )
 from moesaic.kernels.seen import Known, Seen, run_as_known
 
+# Triton writes one line after the other for each pair of directions.
+MOST_DIRECTIONS = 16
+
 
 def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     """Shared expert, router and routed experts of a MoesaicBlock in one call, (T, D).
@@ -46,7 +49,7 @@ def block_forward(block: Any, x_TD: Tensor) -> Tensor | None:
     None for a block that has other parts than those: it then runs them one by one.
     Costs 6 (S + K M) D + 2 R D FLOPs a token, 4 R D by copies of neurons, whose scores
     stay in float32 here: near ties may choose otherwise than torch in bfloat16. Products
-    of C directions cost 2 C D + R C^2 more, on a CPU alone. Many tokens on a GPU cost
+    of C directions cost 2 C D + R C^2 more. Many tokens on a GPU cost
     more, at most what all experts do (prompts_triton.py).
     """
     if gpu.takes(x_TD):
@@ -72,7 +75,7 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         return None
     router = block.router
     matrices = _router_matrices(router)
-    if "direction_CD" in matrices:  # Triton's kernels do not know these
+    if len(matrices.get("direction_CD", ())) > MOST_DIRECTIONS:
         return None
     lay_out_on_gpu(experts, x_TD)
     shared = block.shared_expert
@@ -88,6 +91,8 @@ def _on_gpu(block: Any, x_TD: Tensor) -> Tensor | None:
         x_TD.contiguous(),
         matrices["router_RD"],
         matrices.get("router_gate_RD"),
+        matrices.get("direction_CD"),
+        matrices.get("direction_bias_C"),
         router.selection_bias,
         router.expert_scale,
         gate_SD,

@@ -5,7 +5,7 @@ experts_triton.py do the rest.
 
 Shape suffixes: T tokens, D hidden_size, R experts, A listed experts, M neurons of an
 expert, N rows of a matrix, S neurons of the shared expert, C columns of a product, P
-programs that share a sum.
+programs that share a sum, Z directions.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def blocks(
     x_TD: Tensor,
     router_RD: Tensor,
     router_gate_RD: Tensor | None,
+    direction_ZD: Tensor | None,
+    direction_bias_Z: Tensor | None,
     bias_R: Tensor,
     scale_R: Tensor,
     shared_gate_SD: Tensor | None,
@@ -58,15 +60,19 @@ def blocks(
     1 + softmax(scores) * scale. Scores are products with the router's rows; with `copies`
     its rows are W_up of one neuron for each expert, beside them W_gate, and the score is
     that neuron's hidden state or its size. A bias is then added to probabilities, but for
-    a `cap`. Weights as for `experts`.
+    a `cap`. With directions z = direction_ZD x + bias the rows multiply [x, z_i z_j for all
+    i <= j]. Weights as for `experts`.
     """
     most = active if cap is None else cap
     place = Places(x_TD, len(first_RND), most)
     count, hidden = len(first_RND), x_TD.shape[1]
-    padded = max(FEWEST, triton.next_power_of_2(count))
-    tiles = triton.cdiv(count, ROUTE["ROWS"])
+    beside_ND = router_gate_RD if direction_ZD is None else direction_ZD
+    beside = 0 if beside_ND is None else len(beside_ND)
+    rows = max(count, beside)
+    padded = max(FEWEST, triton.next_power_of_2(rows))
+    tiles = triton.cdiv(rows, ROUTE["ROWS"])
     shares = triton.cdiv(hidden, STEPS * ROUTE["WIDTH"])
-    matrices = 1 if router_gate_RD is None else 2
+    matrices = 1 if beside_ND is None else 2
     part_PTR = x_TD.new_empty(
         (matrices * shares, place.padded, padded), dtype=torch.float32
     )
@@ -74,7 +80,8 @@ def blocks(
         _route[(tiles, shares)](
             x_TD,
             router_RD,
-            router_gate_RD,
+            beside_ND,
+            direction_bias_Z,
             bias_R,
             scale_R,
             part_PTR,
@@ -85,9 +92,11 @@ def blocks(
             len(x_TD),
             hidden,
             count,
+            beside,
             most,
             TOKENS=place.padded,
             EXPERTS=padded,
+            DIRECTIONS=0 if direction_ZD is None else beside,
             BY_THRESHOLD=cap is not None,
             GATED=router_gate_RD is not None,
             COPIES=copies,
@@ -117,7 +126,8 @@ def _shape_of_blocks(x_TD: Tensor, *others: object) -> Tensor:
 def _route(
     x_TD,
     router_RD,
-    router_gate_RD,
+    beside_ND,
+    direction_bias_Z,
     bias_R,
     scale_R,
     part_PTR,
@@ -128,9 +138,11 @@ def _route(
     tokens,
     D,
     R,
+    beside,
     K,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
     BY_THRESHOLD: tl.constexpr,
     GATED: tl.constexpr,
     COPIES: tl.constexpr,
@@ -139,41 +151,49 @@ def _route(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Part of some scores; whoever comes last adds them up, and chooses."""
+    """Part of some scores; whoever comes last adds them up, and chooses.
+
+    `beside_ND` is W_gate of copies or the directions, if there is either.
+    """
     share = tl.program_id(1)
     shares = tl.num_programs(1)
     r_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t_T = tl.arange(0, TOKENS)
-    up_NT = tl.zeros((ROWS, TOKENS), tl.float32)
-    gate_NT = tl.zeros((ROWS, TOKENS), tl.float32)
+    score_NT = tl.zeros((ROWS, TOKENS), tl.float32)
+    beside_NT = tl.zeros((ROWS, TOKENS), tl.float32)
     for start in range(share * WIDTH, D, shares * WIDTH):
         d_C = start + tl.arange(0, WIDTH)
         x_CT = tokens_of(x_TD, t_T, tokens, d_C, D, D)
-        up_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, D, 1)
-        up_NT = multiplied(up_NC, x_CT, up_NT)
-        if GATED:
-            gate_NC = tile_of(router_gate_RD, r_N, r_N < R, d_C, D, D, 1)
-            gate_NT = multiplied(gate_NC, x_CT, gate_NT)
+        row = D + pairs_of(DIRECTIONS)
+        router_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, row, 1)
+        score_NT = multiplied(router_NC, x_CT, score_NT)
+        if beside_ND is not None:
+            beside_NC = tile_of(beside_ND, r_N, r_N < beside, d_C, D, D, 1)
+            beside_NT = multiplied(beside_NC, x_CT, beside_NT)
     at_NT = (share * TOKENS + t_T)[None, :] * EXPERTS + r_N[:, None]
-    tl.store(part_PTR + at_NT, up_NT, (r_N < EXPERTS)[:, None])
-    if GATED:
-        gate_PTR = part_PTR + shares * TOKENS * EXPERTS
-        tl.store(gate_PTR + at_NT, gate_NT, (r_N < EXPERTS)[:, None])
+    tl.store(part_PTR + at_NT, score_NT, (r_N < EXPERTS)[:, None])
+    beside_PTR = part_PTR + shares * TOKENS * EXPERTS
+    if beside_ND is not None:
+        tl.store(beside_PTR + at_NT, beside_NT, (r_N < EXPERTS)[:, None])
     if is_last(arrived, tl.num_programs(0) * shares):
         e_R = tl.arange(0, EXPERTS)
         runs_R = tl.zeros((EXPERTS,), tl.int32)
         for first in range(0, tokens, 16):  # tokens at a time
             s_T = first + tl.arange(0, 16)
             at_TR = s_T[:, None] * EXPERTS + e_R[None, :]
-            up_TR = _added(part_PTR, shares, at_TR, R, TOKENS, EXPERTS)
-            gate_of_TR = up_TR
-            if GATED:
-                first_PTR = part_PTR + shares * TOKENS * EXPERTS
-                gate_of_TR = _added(
-                    first_PTR, shares, at_TR, R, TOKENS, EXPERTS
+            score_TR = _added(part_PTR, shares, at_TR, R, TOKENS, EXPERTS)
+            beside_TR = score_TR
+            if beside_ND is not None:
+                beside_TR = _added(
+                    beside_PTR, shares, at_TR, beside, TOKENS, EXPERTS
                 )
+            if DIRECTIONS > 0:
+                score_TR = with_pairs(
+                    score_TR, beside_TR, direction_bias_Z, router_RD, D, R,
+                    EXPERTS, DIRECTIONS,
+                )  # fmt: skip
             gate, chosen_TR = gates_of(
-                up_TR, gate_of_TR, bias_R, scale_R, s_T, tokens, R, K,
+                score_TR, beside_TR, bias_R, scale_R, s_T, tokens, R, K,
                 EXPERTS, BY_THRESHOLD, GATED, COPIES, ABSOLUTE, ACTIVATION,
             )  # fmt: skip
             store_gates(gate_TR, gate, s_T, tokens, R, EXPERTS)
@@ -182,9 +202,48 @@ def _route(
 
 
 @triton.jit
+def pairs_of(DIRECTIONS: tl.constexpr):
+    """How many products their pairs have."""
+    return DIRECTIONS * (DIRECTIONS + 1) // 2
+
+
+@triton.jit
+def with_pairs(
+    score_TR,
+    product_TN,
+    direction_bias_Z,
+    router_RD,
+    D,
+    R,
+    EXPERTS: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+):
+    """Scores and what the products of pairs of directions add, z_i z_j for all i <= j."""
+    e_R = tl.arange(0, EXPERTS)
+    weight_R = router_RD + e_R.to(tl.int64) * (D + pairs_of(DIRECTIONS)) + D
+    for i in tl.static_range(DIRECTIONS):
+        z_i_T1 = _direction(product_TN, direction_bias_Z, i, EXPERTS)
+        for j in tl.static_range(i, DIRECTIONS):
+            z_j_T1 = _direction(product_TN, direction_bias_Z, j, EXPERTS)
+            some_R = tl.load(weight_R, e_R < R, 0.0).to(tl.float32)
+            score_TR += z_i_T1 * z_j_T1 * some_R[None, :]
+            weight_R += 1
+    return score_TR
+
+
+@triton.jit
+def _direction(
+    product_TN, direction_bias_Z, number: tl.constexpr, EXPERTS: tl.constexpr
+):
+    is_it_1N = (tl.arange(0, EXPERTS) == number)[None, :]
+    z_T1 = tl.sum(tl.where(is_it_1N, product_TN, 0.0), axis=1)[:, None]
+    return z_T1 + tl.load(direction_bias_Z + number).to(tl.float32)
+
+
+@triton.jit
 def gates_of(
     up_TR,
-    gate_of_TR,
+    beside_TR,
     bias_R,
     scale_R,
     t_T,
@@ -205,7 +264,7 @@ def gates_of(
     score_TR = up_TR
     if COPIES:
         if GATED:
-            score_TR = activated(gate_of_TR, ACTIVATION) * up_TR
+            score_TR = activated(beside_TR, ACTIVATION) * up_TR
         else:
             score_TR = activated(up_TR, ACTIVATION)
         if ABSOLUTE:

@@ -7,7 +7,7 @@ product for all experts in torch, of zeros too: sums over a token's experts woul
 many outputs as it runs experts.
 
 Shape suffixes: T tokens, D hidden_size, R experts, M neurons of an expert, N rows of a
-matrix, S neurons of the shared expert, C columns, F hidden states of a token.
+matrix, S neurons of the shared expert, C columns, F hidden states of a token, Z directions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moesaic.kernels.blocks_triton import gates_of, store_gates
+from moesaic.kernels.blocks_triton import (
+    gates_of,
+    pairs_of,
+    store_gates,
+    with_pairs,
+)
 from moesaic.kernels.experts_triton import (
     FEWEST,
     tile_of,
@@ -39,6 +44,8 @@ def prompts(
     x_TD: Tensor,
     router_RD: Tensor,
     router_gate_RD: Tensor | None,
+    direction_ZD: Tensor | None,
+    direction_bias_Z: Tensor | None,
     bias_R: Tensor,
     scale_R: Tensor,
     shared_gate_SD: Tensor | None,
@@ -56,22 +63,27 @@ def prompts(
     """What `blocks` gives, (T, D)."""
     tokens, hidden = x_TD.shape
     count = len(first_RND)
-    padded = max(FEWEST, triton.next_power_of_2(count))
-    matrices = 1 if router_gate_RD is None else 2
+    beside_ND = router_gate_RD if direction_ZD is None else direction_ZD
+    beside = 0 if beside_ND is None else len(beside_ND)
+    padded = max(FEWEST, triton.next_power_of_2(max(count, beside)))
+    matrices = 1 if beside_ND is None else 2
     gate_TR = x_TD.new_empty((tokens, count), dtype=torch.float32)
     with torch.cuda.device_of(x_TD):  # Triton launches on the current one
         _gates[(triton.cdiv(tokens, TOKENS.value),)](
             x_TD,
             router_RD,
-            router_gate_RD,
+            beside_ND,
+            direction_bias_Z,
             bias_R,
             scale_R,
             gate_TR,
             tokens,
             hidden,
             count,
+            beside,
             active if cap is None else cap,
             EXPERTS=padded,
+            DIRECTIONS=0 if direction_ZD is None else beside,
             BY_THRESHOLD=cap is not None,
             GATED=router_gate_RD is not None,
             COPIES=copies,
@@ -176,15 +188,18 @@ def _activations(
 def _gates(
     x_TD,
     router_RD,
-    router_gate_RD,
+    beside_ND,
+    direction_bias_Z,
     bias_R,
     scale_R,
     gate_TR,
     tokens,
     D,
     R,
+    beside,
     K,
     EXPERTS: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
     BY_THRESHOLD: tl.constexpr,
     GATED: tl.constexpr,
     COPIES: tl.constexpr,
@@ -195,18 +210,26 @@ def _gates(
     """Gates of some tokens, 0 for experts that they do not run."""
     t_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     r_N = tl.arange(0, EXPERTS)
-    up_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
-    gate_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
+    score_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
+    beside_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
     for start in range(0, D, WIDTH):
         d_C = start + tl.arange(0, WIDTH)
         x_CT = tokens_of(x_TD, t_T, tokens, d_C, D, D)
-        up_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, D, 1)
-        up_NT = multiplied(up_NC, x_CT, up_NT)
-        if GATED:
-            gate_NC = tile_of(router_gate_RD, r_N, r_N < R, d_C, D, D, 1)
-            gate_NT = multiplied(gate_NC, x_CT, gate_NT)
+        row = D + pairs_of(DIRECTIONS)
+        router_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, row, 1)
+        score_NT = multiplied(router_NC, x_CT, score_NT)
+        if beside_ND is not None:
+            beside_NC = tile_of(beside_ND, r_N, r_N < beside, d_C, D, D, 1)
+            beside_NT = multiplied(beside_NC, x_CT, beside_NT)
+    score_TR = tl.trans(score_NT)
+    beside_TR = tl.trans(beside_NT)
+    if DIRECTIONS > 0:
+        score_TR = with_pairs(
+            score_TR, beside_TR, direction_bias_Z, router_RD, D, R,
+            EXPERTS, DIRECTIONS,
+        )  # fmt: skip
     gate, _ = gates_of(
-        tl.trans(up_NT), tl.trans(gate_NT), bias_R, scale_R, t_T, tokens, R, K,
+        score_TR, beside_TR, bias_R, scale_R, t_T, tokens, R, K,
         EXPERTS, BY_THRESHOLD, GATED, COPIES, ABSOLUTE, ACTIVATION,
     )  # fmt: skip
     store_gates(gate_TR, gate, t_T, tokens, R, EXPERTS)
