@@ -25,7 +25,7 @@ constexpr int FEW = 2;
 constexpr int GROUP = 32;           // neurons whose h are made before they are used
 constexpr int64_t CHUNK = 512;     // of y that stays in the first cache meanwhile
 constexpr int64_t CACHE = 400000;  // bytes of weights that stay in the second cache
-constexpr int PANEL_GROUP = 128;   // neurons whose h are made before panels use them
+constexpr int PANEL_GROUP = 256;   // neurons whose h are made before panels use them
 constexpr int MOST_ROWS = 2 * PANEL_GROUP;
 constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
@@ -141,7 +141,7 @@ struct Experts {
     multiply(expert, from, count, panels, scratch);
     for (int p = 0; p < panels.count; p++) make_units(count, panels, p, scratch);
     const T* down_MD = expert.down_MD + from * D;
-    if (pays_to_copy(panels)) {
+    if (pays_to_copy_outputs(panels)) {
       for_each_piece(D, [&](auto vectors, int64_t i) {
         constexpr int W = decltype(vectors)::value;
         copy_outputs<W, T>(down_MD + i, D, count, scratch.rows.data());
@@ -166,10 +166,14 @@ struct Experts {
     for (; i < D; i += REST * LANES) run(std::integral_constant<int, REST>(), i);
   }
 
-  // Whether rows are copied for these tokens: where they are widened, which once is enough.
-  bool pays_to_copy(const Panels<T>& panels) const {
+  // Whether a piece of each row of W_down is copied for these tokens: rows lie far apart, so
+  // that in a cache they are in each other's way.
+  static bool pays_to_copy_outputs(const Panels<T>& panels) { return panels.of_tokens >= 64; }
+
+  // Whether rows of W_up and W_gate are: where they are widened, which once is enough.
+  static bool pays_to_copy(const Panels<T>& panels) {
     const bool are_widened = sizeof(T) < 4 && Unit<T>::numbers == 1;
-    return are_widened && panels.of_tokens >= 64;
+    return are_widened && pays_to_copy_outputs(panels);
   }
 
   // Products of the rows of W_up, and after them of W_gate, with all panels.
@@ -255,9 +259,18 @@ struct Experts {
   template <int W, typename R>
   void add_outputs(const R* rows, int64_t apart, int count, int64_t i, const Panels<T>& panels,
                    int p, Scratch& scratch) const {
-    for (int t = 0; t < panels.tokens(p); t += PANEL_TOKENS)
+    for (int t = 0; t < panels.tokens(p); t += PANEL_TOKENS) {
+      if (t + 2 * PANEL_TOKENS <= PANEL) fetch_outputs<W>(panels.y(p) + t + PANEL_TOKENS, i);
       panel_add<PANEL_TOKENS, W, T>(rows, apart, count, scratch.h_of(p) + t, panels.y(p) + t,
                                     i);
+    }
+  }
+
+  // y of the next tokens, while products of these are made.
+  template <int W>
+  static void fetch_outputs(float* const* y, int64_t i) {
+    for (int t = 0; t < PANEL_TOKENS; t++)
+      for (int w = 0; w < W; w++) __builtin_prefetch(y[t] + i + w * LANES, 1);
   }
 
   // How many of an expert's tokens run as panels: all but a few that would leave most of a
