@@ -27,6 +27,8 @@ constexpr int64_t CHUNK = 512;     // of y that stays in the first cache meanwhi
 constexpr int64_t CACHE = 400000;  // bytes of weights that stay in the second cache
 constexpr int PANEL_GROUP = 256;   // neurons whose h are made before panels use them
 constexpr int MOST_ROWS = 2 * PANEL_GROUP;
+constexpr int MANY = 64;    // tokens that pay for copies of rows
+constexpr int PICKED = 8;   // neurons that take as long as to pick a token
 constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
 constexpr int64_t TILED_TOKENS = 512;  // that a thread takes at once by tiles
@@ -124,35 +126,57 @@ struct Experts {
     }
   }
 
+  // Some neurons of an expert, and the gates by which tokens in panels run them.
+  struct Piece {
+    Expert<T> expert;
+    int64_t from;
+    int count;
+    const float* gate_L;
+
+    int units() const { return (count + Unit<T>::numbers - 1) / Unit<T>::numbers; }
+  };
+
   // Neurons [from, to) of one expert, for tokens that share weights in a cache.
   void run_all_panels(const Expert<T>& expert, int64_t from, int64_t to, const Pair* pairs,
                       int tokens, float* y_TD) const {
     static thread_local Scratch scratch;
     static thread_local Panels<T> panels;
     panels.fill(x_TD, D, pairs, tokens, y_TD);
-    for (int64_t start = from; start < to; start += PANEL_GROUP)
-      run_panels(expert, start, std::min<int64_t>(start + PANEL_GROUP, to), panels, scratch);
+    for (int64_t start = from; start < to; start += PANEL_GROUP) {
+      const int count = int(std::min<int64_t>(PANEL_GROUP, to - start));
+      run_panels({{expert, start, count, panels.gate_L}}, panels, scratch);
+    }
   }
 
-  // Neurons [from, to) of one expert, for the tokens of some panels.
-  void run_panels(const Expert<T>& expert, int64_t from, int64_t to, const Panels<T>& panels,
+  // Pieces of PANEL_GROUP neurons together at most, for the tokens of some panels.
+  void run_panels(const std::vector<Piece>& pieces, const Panels<T>& panels,
                   Scratch& scratch) const {
-    const int count = int(to - from);
-    multiply(expert, from, count, panels, scratch);
-    for (int p = 0; p < panels.count; p++) make_units(count, panels, p, scratch);
-    const T* down_MD = expert.down_MD + from * D;
-    if (pays_to_copy_outputs(panels)) {
+    int units = 0;
+    for (const Piece& piece : pieces) {
+      multiply(piece.expert, piece.from, piece.count, panels, scratch);
+      for (int p = 0; p < panels.count; p++) make_units(piece, units, panels, p, scratch);
+      units += piece.units();
+    }
+    // Rows of W_down lie far apart, so that in a cache they are in each other's way.
+    if (pieces.size() > 1 || panels.of_tokens >= MANY) {
       for_each_piece(D, [&](auto vectors, int64_t i) {
         constexpr int W = decltype(vectors)::value;
-        copy_outputs<W, T>(down_MD + i, D, count, scratch.rows.data());
+        int32_t* to = scratch.rows.data();
+        for (const Piece& piece : pieces) {
+          copy_outputs<W, T>(piece.expert.down_MD + piece.from * D + i, D, piece.count, to);
+          to += piece.units() * W * LANES;
+        }
+        const int rows = units * Unit<T>::numbers;
         for (int p = 0; p < panels.count; p++)
-          add_outputs<W>(scratch.rows.data(), W * LANES, count, i, panels, p, scratch);
+          add_outputs<W>(scratch.rows.data(), W * LANES, rows, i, panels, p, scratch);
       });
     } else {
+      const Piece& piece = pieces[0];
       for (int p = 0; p < panels.count; p++)
         for_each_piece(D, [&](auto vectors, int64_t i) {
           constexpr int W = decltype(vectors)::value;
-          add_outputs<W>(down_MD + i, D, count, i, panels, p, scratch);
+          const T* rows = piece.expert.down_MD + piece.from * D + i;
+          add_outputs<W>(rows, D, piece.count, i, panels, p, scratch);
         });
     }
   }
@@ -166,14 +190,10 @@ struct Experts {
     for (; i < D; i += REST * LANES) run(std::integral_constant<int, REST>(), i);
   }
 
-  // Whether a piece of each row of W_down is copied for these tokens: rows lie far apart, so
-  // that in a cache they are in each other's way.
-  static bool pays_to_copy_outputs(const Panels<T>& panels) { return panels.of_tokens >= 64; }
-
-  // Whether rows of W_up and W_gate are: where they are widened, which once is enough.
+  // Whether rows of W_up and W_gate are copied: where they are widened, which once is enough.
   static bool pays_to_copy(const Panels<T>& panels) {
     const bool are_widened = sizeof(T) < 4 && Unit<T>::numbers == 1;
-    return are_widened && pays_to_copy_outputs(panels);
+    return are_widened && panels.of_tokens >= MANY;
   }
 
   // Products of the rows of W_up, and after them of W_gate, with all panels.
@@ -233,20 +253,24 @@ struct Experts {
       }
   }
 
-  // h of `count` neurons for a panel's tokens, times their gates, as units.
-  void make_units(int count, const Panels<T>& panels, int p, Scratch& scratch) const {
+  // h of a piece's neurons for a panel's tokens, times their gates, as units from `first` on;
+  // zero where the gate is, whatever h is for a token of others. (Within others it crashes
+  // GCC 12 for AVX-512 without bfloat16.)
+  ALONE void make_units(const Piece& piece, int first, const Panels<T>& panels, int p,
+                  Scratch& scratch) const {
     const float* products = scratch.products_of(p);
-    const float* gate_L = panels.gate(p);
-    int32_t* h_UL = scratch.h_of(p);
+    const float* gate_L = piece.gate_L + p * PANEL;
+    int32_t* h_UL = scratch.h_of(p) + first * PANEL;
     const auto h_of = [&](int m, int lane) {
-      if (m >= count) return all(0.0f);
+      if (m >= piece.count) return Floats{};
       const Floats up = load(products + m * PANEL + lane);
-      const float* gate = products + (count + m) * PANEL + lane;
+      const float* of_gate = products + (piece.count + m) * PANEL + lane;
       const Floats made =
-          gated ? activated(load(gate), activation) * up : activated(up, activation);
-      return made * load(gate_L + lane);
+          gated ? activated(load(of_gate), activation) * up : activated(up, activation);
+      const Floats gate = load(gate_L + lane);
+      return gate != Floats{} ? made * gate : Floats{};
     };
-    for (int m = 0; m < count; m += Unit<T>::numbers) {
+    for (int m = 0; m < piece.count; m += Unit<T>::numbers) {
       for (int lane = 0; lane < panels.vectors(p) * LANES; lane += LANES) {
         const Ints units = Unit<T>::make(h_of(m, lane), h_of(m + 1, lane));
         std::memcpy(h_UL + lane, &units, sizeof units);
@@ -284,8 +308,60 @@ struct Experts {
   // y of tokens [begin, end) += what all shares give.
   void run_all(const std::vector<Share<T>>& shares, int64_t begin, int64_t end,
                float* y_TD) const {
-    const std::vector<Share<T>> rest = run_tiles(shares, begin, end, y_TD);
-    for (const Share<T>& share : rest) run(share, y_TD);
+    std::vector<Share<T>> for_all;
+    for (const Share<T>& share : run_tiles(shares, begin, end, y_TD)) {
+      if (pays_for_all(share, end - begin))
+        for_all.push_back(share);
+      else
+        run(share, y_TD);
+    }
+    run_for_all(for_all, begin, end, y_TD);
+  }
+
+  // Whether a share takes less time for all tokens than for its own. To pick tokens, and to
+  // add to what they have, takes as long as PICKED neurons, as measured.
+  bool pays_for_all(const Share<T>& share, int64_t all_tokens) const {
+    if (all_tokens < MANY || in_panels(all_tokens) == 0) return false;
+    const int64_t neurons = share.to - share.from;
+    return share.tokens * (neurons + PICKED) > all_tokens * neurons;
+  }
+
+  // y of tokens [begin, end) += what these shares give, with zero as gate of tokens that do
+  // not run one: tokens are put side by side once for all shares.
+  void run_for_all(std::vector<Share<T>>& shares, int64_t begin, int64_t end,
+                   float* y_TD) const {
+    static thread_local Scratch scratch;
+    static thread_local Panels<T> panels;
+    static thread_local Lines<float> gate_SL;
+    gate_SL.resize(shares.size() * TOGETHER);
+    const int64_t many = begin + in_panels(end - begin);
+    for (int64_t first = begin; first < many && !shares.empty(); first += TOGETHER) {
+      const int64_t last = std::min(first + TOGETHER, many);
+      std::vector<Pair> tokens;
+      for (int64_t t = first; t < last; t++) tokens.push_back({int32_t(t), 1.0f});
+      panels.fill(x_TD, D, tokens.data(), int(tokens.size()), y_TD);
+      std::fill(gate_SL.data(), gate_SL.data() + gate_SL.size(), 0.0f);
+      std::vector<Piece> pieces;
+      int room = PANEL_GROUP;
+      for (size_t s = 0; s < shares.size(); s++) {
+        Share<T>& share = shares[s];
+        float* gate_L = gate_SL.data() + s * TOGETHER;
+        for (; share.tokens > 0 && share.pairs->token < last; share.pairs++, share.tokens--)
+          gate_L[share.pairs->token - first] += share.pairs->gate;  // it may be there twice
+        for (int64_t from = share.from; from < share.to;) {
+          const int count = int(std::min<int64_t>(room, share.to - from));
+          pieces.push_back({share.expert, from, count, gate_L});
+          from += count;
+          room -= pieces.back().units() * Unit<T>::numbers;
+          if (room > 0) continue;
+          run_panels(pieces, panels, scratch);
+          pieces.clear();
+          room = PANEL_GROUP;
+        }
+      }
+      if (!pieces.empty()) run_panels(pieces, panels, scratch);
+    }
+    for (const Share<T>& share : shares) run(share, y_TD);  // what is left, few tokens
   }
 
   // Whether the processor has tiles, and numbers that fit them.
@@ -492,30 +568,43 @@ bool scored_by_tiles(const T* x_TD, const T* router_RD, float* scores_TR, int64_
   return false;
 }
 
-// How many others come before each expert, of those with larger values and of equal ones
-// the first. Both have room for whole vectors.
-void rank(const float* value_R, int64_t R, int32_t* rank_R) {
-  Ints lane;
-  for (int i = 0; i < LANES; i++) lane[i] = i;
+// A whole number for each value, in the same order.
+inline Ints keys_of(Floats value) {
+  const Ints bits = (Ints)value;
+  return bits < Ints{} ? bits ^ 0x7fffffff : bits;
+}
+
+// How many of the keys are `least` or more. They fill whole vectors.
+inline int64_t count_from(const int32_t* key_R, int64_t R, int32_t least) {
+  Ints counts = {};
   for (int64_t e = 0; e < R; e += LANES) {
-    const Floats value = load(value_R + e);
-    Ints before = {};
-    for (int64_t other = 0; other < R; other++) {
-      const Floats of_other = all(value_R[other]);
-      const Ints is_first = lane > Ints{} + int32_t(other - e);
-      before -= (of_other > value) | ((of_other == value) & is_first);
-    }
-    std::memcpy(rank_R + e, &before, sizeof before);
+    Ints keys;
+    std::memcpy(&keys, key_R + e, sizeof keys);
+    counts -= keys >= Ints{} + least;
   }
+  int64_t count = 0;
+  for (int i = 0; i < LANES; i++) count += counts[i];
+  return count;
+}
+
+// A number that K keys reach, or of the keys the K-th largest: bit after bit, from the first.
+int32_t least_of_largest(const int32_t* key_R, int64_t R, int64_t K) {
+  int64_t least = INT32_MIN;
+  for (int bit = 31; bit >= 0; bit--) {
+    const int64_t larger = least + (int64_t(1) << bit);
+    const int64_t count = count_from(key_R, R, int32_t(larger));
+    if (count >= K) least = larger;
+    if (count == K) break;
+  }
+  return int32_t(least);
 }
 
 // What a thread keeps of one token's choice, for whole vectors of experts.
 struct Choice {
   Lines<float> value_R;
-  Lines<int32_t> rank_R;
-  std::vector<std::pair<float, int64_t>> ranked;
+  Lines<int32_t> key_R;
 
-  Choice(int64_t R) : value_R(R + LANES), rank_R(R + LANES), ranked(R) {}
+  Choice(int64_t R) : value_R(R + LANES), key_R(R + LANES) {}
 };
 
 // Scores by a matrix, or by one neuron of each expert: act(gate x) * (up x), or act(up x)
@@ -614,7 +703,6 @@ struct Router {
 void choose(const float* scores_R, const float* bias_R, const float* scale_R, bool scaled,
             bool by_probability, bool by_threshold, int64_t R, int64_t K, Choice& choice,
             int64_t* index_K, float* gate_K) {
-  constexpr int64_t MOST_RANKED = 256;  // from where sorting is faster
   float* value_R = choice.value_R.data();
   float most = 0, sum = 1;
   if (scaled || by_probability) {
@@ -625,8 +713,8 @@ void choose(const float* scores_R, const float* bias_R, const float* scale_R, bo
   const auto probability = [&](int64_t e) { return std::exp(scores_R[e] - most) / sum; };
   for (int64_t e = 0; e < R; e++) {
     const float value = (by_probability ? probability(e) : scores_R[e]) + bias_R[e];
-    // What is no number is not in any order, and comes last.
-    value_R[e] = value == value ? value : -INFINITY;
+    // What is no number is not in any order, and comes last. Zeros are equal.
+    value_R[e] = value == value ? value + 0.0f : -INFINITY;
   }
   const int64_t first = by_threshold ? std::max_element(value_R, value_R + R) - value_R : 0;
   const auto runs = [&](int64_t e) { return !by_threshold || value_R[e] > 0 || e == first; };
@@ -634,16 +722,19 @@ void choose(const float* scores_R, const float* bias_R, const float* scale_R, bo
   if (K == R) {
     for (int64_t e = 0; e < R; e++)
       if (runs(e)) index_K[count++] = e;
-  } else if (R <= MOST_RANKED) {
-    rank(value_R, R, choice.rank_R.data());
-    for (int64_t e = 0; e < R && count < K; e++)
-      if (choice.rank_R[e] < K && runs(e)) index_K[count++] = e;
   } else {
-    auto& ranked = choice.ranked;
-    for (int64_t e = 0; e < R; e++) ranked[e] = {-value_R[e], e};
-    std::nth_element(ranked.begin(), ranked.begin() + K, ranked.end());
-    for (int64_t k = 0; k < K; k++)
-      if (runs(ranked[k].second)) index_K[count++] = ranked[k].second;
+    int32_t* key_R = choice.key_R.data();
+    for (int64_t e = 0; e < R; e += LANES) {
+      const Ints keys = keys_of(load(value_R + e));
+      std::memcpy(key_R + e, &keys, sizeof keys);
+    }
+    std::fill(key_R + R, key_R + R + LANES, INT32_MIN);
+    const int32_t least = least_of_largest(key_R, R, K);
+    int64_t equal = K - count_from(key_R, R, least + 1);  // the first of those that are equal
+    for (int64_t e = 0; e < R; e++) {
+      const bool is_chosen = key_R[e] > least || (key_R[e] == least && equal-- > 0);
+      if (is_chosen && runs(e)) index_K[count++] = e;
+    }
   }
   for (int64_t k = 0; k < count; k++) {
     const int64_t e = index_K[k];
