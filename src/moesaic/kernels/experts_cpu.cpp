@@ -670,8 +670,15 @@ struct Router {
                  int64_t to) const {
     Lines<float> z_TC((end - begin) * C);
     score(x_TD + begin * D, direction_CD, D, z_TC.data(), 0, end - begin, 0, C, C, D);
-    const int64_t count_of_pairs = pairs();
-    Lines<float> pair_P(count_of_pairs + LANES);  // zeros beyond the last
+    // In whole vectors, zeros beyond the last pair.
+    const int64_t width = (pairs() + LANES - 1) / LANES * LANES;
+    Lines<float> pair_P(width);
+    Lines<float> weight_RP((to - from) * width);
+    for (int64_t e = from; e < to; e++)
+      for (int64_t p = 0; p < pairs(); p += LANES) {
+        const T* row_P = up_RD + e * (D + pairs()) + D;
+        store(weight_RP.data() + (e - from) * width + p, load_some(row_P + p, pairs() - p));
+      }
     for (int64_t t = begin; t < end; t++) {
       float* z_C = z_TC.data() + (t - begin) * C;
       for (int64_t c = 0; c < C; c++) z_C[c] += number(direction_bias_C[c]);
@@ -682,11 +689,9 @@ struct Router {
         const int64_t count = std::min<int64_t>(LANES, to - e);
         Floats sums[LANES] = {};
         for (int64_t i = 0; i < count; i++) {
-          const T* row_P = up_RD + (e + i) * (D + count_of_pairs) + D;
-          for (int64_t p = 0; p < count_of_pairs; p += LANES) {
-            const Floats weights = load_some(row_P + p, count_of_pairs - p);
-            sums[i] += load(pair_P.data() + p) * weights;
-          }
+          const float* row_P = weight_RP.data() + (e + i - from) * width;
+          for (int64_t p = 0; p < width; p += LANES)
+            sums[i] += load(pair_P.data() + p) * load(row_P + p);
         }
         float* of_experts = scores_TR + t * R + e;
         const Floats added = load_some(of_experts, count) + totals(sums);
