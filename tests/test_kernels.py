@@ -306,6 +306,7 @@ def test_copies_of_neurons_with_other_parts_run_as_before() -> None:
         ((0, 1, 33, 30, 64), 100),  # units that hold one neuron
         ((300, 70, 6, 1, 96), 250),  # h of all experts but the shared one in lines of their own
         ((5, 7, 60, 45, 64), 1601),  # all experts for all tokens, more than go together
+        ((5, 7, 60, 45, 64), 18),  # the same where threads share neurons out
     ],
 )
 def test_small_experts_of_many_tokens(

@@ -27,7 +27,7 @@ constexpr int64_t CHUNK = 512;     // of y that stays in the first cache meanwhi
 constexpr int64_t CACHE = 400000;  // bytes of weights that stay in the second cache
 constexpr int PANEL_GROUP = 256;   // neurons whose h are made before panels use them
 constexpr int MOST_ROWS = 2 * PANEL_GROUP;
-constexpr int MANY = 64;    // tokens that pay for copies of rows
+constexpr int MANY = 64;    // tokens that pay for a copy of rows
 constexpr int PICKED = 8;   // neurons that take as long as to pick a token
 constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
@@ -321,7 +321,7 @@ struct Experts {
   // Whether a share takes less time for all tokens than for its own. To pick tokens, and to
   // add to what they have, takes as long as PICKED neurons, as measured.
   bool pays_for_all(const Share<T>& share, int64_t all_tokens) const {
-    if (all_tokens < MANY || in_panels(all_tokens) == 0) return false;
+    if (all_tokens < LANES || in_panels(all_tokens) == 0) return false;
     const int64_t neurons = share.to - share.from;
     return share.tokens * (neurons + PICKED) > all_tokens * neurons;
   }
