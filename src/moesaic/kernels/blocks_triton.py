@@ -168,8 +168,9 @@ def _route(
         router_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, row, 1)
         score_NT = multiplied(router_NC, x_CT, score_NT)
         if beside_ND is not None:
-            beside_NC = tile_of(beside_ND, r_N, r_N < beside, d_C, D, D, 1)
-            beside_NT = multiplied(beside_NC, x_CT, beside_NT)
+            if tl.program_id(0) * ROWS < beside:
+                beside_NC = tile_of(beside_ND, r_N, r_N < beside, d_C, D, D, 1)
+                beside_NT = multiplied(beside_NC, x_CT, beside_NT)
     at_NT = (share * TOKENS + t_T)[None, :] * EXPERTS + r_N[:, None]
     tl.store(part_PTR + at_NT, score_NT, (r_N < EXPERTS)[:, None])
     beside_PTR = part_PTR + shares * TOKENS * EXPERTS
@@ -190,7 +191,7 @@ def _route(
             if DIRECTIONS > 0:
                 score_TR = with_pairs(
                     score_TR, beside_TR, direction_bias_Z, router_RD, D, R,
-                    EXPERTS, DIRECTIONS,
+                    EXPERTS, EXPERTS, DIRECTIONS,
                 )  # fmt: skip
             gate, chosen_TR = gates_of(
                 score_TR, beside_TR, bias_R, scale_R, s_T, tokens, R, K,
@@ -216,15 +217,16 @@ def with_pairs(
     D,
     R,
     EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DIRECTIONS: tl.constexpr,
 ):
     """Scores and what the products of pairs of directions add, z_i z_j for all i <= j."""
     e_R = tl.arange(0, EXPERTS)
     weight_R = router_RD + e_R.to(tl.int64) * (D + pairs_of(DIRECTIONS)) + D
     for i in tl.static_range(DIRECTIONS):
-        z_i_T1 = _direction(product_TN, direction_bias_Z, i, EXPERTS)
+        z_i_T1 = _direction(product_TN, direction_bias_Z, i, COLUMNS)
         for j in tl.static_range(i, DIRECTIONS):
-            z_j_T1 = _direction(product_TN, direction_bias_Z, j, EXPERTS)
+            z_j_T1 = _direction(product_TN, direction_bias_Z, j, COLUMNS)
             some_R = tl.load(weight_R, e_R < R, 0.0).to(tl.float32)
             score_TR += z_i_T1 * z_j_T1 * some_R[None, :]
             weight_R += 1
@@ -233,9 +235,9 @@ def with_pairs(
 
 @triton.jit
 def _direction(
-    product_TN, direction_bias_Z, number: tl.constexpr, EXPERTS: tl.constexpr
+    product_TN, direction_bias_Z, number: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    is_it_1N = (tl.arange(0, EXPERTS) == number)[None, :]
+    is_it_1N = (tl.arange(0, COLUMNS) == number)[None, :]
     z_T1 = tl.sum(tl.where(is_it_1N, product_TN, 0.0), axis=1)[:, None]
     return z_T1 + tl.load(direction_bias_Z + number).to(tl.float32)
 

@@ -4,7 +4,8 @@
 
 does it for any model whose experts stand behind that interface, such as an exported one.
 Models of moesaic's own architecture do it by themselves on a processor with AVX2 and on
-a GPU of NVIDIA's, and with them the router and the shared expert in the same call. On a
+a GPU of NVIDIA's, and with them the router and the shared expert in the same call
+(on a GPU not with more than 16 directions, blocks.py). On a
 GPU up to 64 tokens at once (32 of large blocks) run by experts_triton.py and
 blocks_triton.py, longer inputs by experts_prompts_triton.py (where more than a quarter of
 the experts run) and prompts_triton.py. All others, on other devices, in training and

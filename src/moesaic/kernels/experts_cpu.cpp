@@ -136,21 +136,30 @@ struct Experts {
     int units() const { return (count + Unit<T>::numbers - 1) / Unit<T>::numbers; }
   };
 
+  // Kept between calls; of a thread, for one run of panels after the other.
+  static Scratch& kept_scratch() {
+    static thread_local Scratch scratch;
+    return scratch;
+  }
+  static Panels<T>& kept_panels() {
+    static thread_local Panels<T> panels;
+    return panels;
+  }
+
   // Neurons [from, to) of one expert, for tokens that share weights in a cache.
   void run_all_panels(const Expert<T>& expert, int64_t from, int64_t to, const Pair* pairs,
                       int tokens, float* y_TD) const {
-    static thread_local Scratch scratch;
-    static thread_local Panels<T> panels;
+    Panels<T>& panels = kept_panels();
     panels.fill(x_TD, D, pairs, tokens, y_TD);
     for (int64_t start = from; start < to; start += PANEL_GROUP) {
       const int count = int(std::min<int64_t>(PANEL_GROUP, to - start));
-      run_panels({{expert, start, count, panels.gate_L}}, panels, scratch);
+      run_panels({{expert, start, count, panels.gate_L}}, panels);
     }
   }
 
   // Pieces of PANEL_GROUP neurons together at most, for the tokens of some panels.
-  void run_panels(const std::vector<Piece>& pieces, const Panels<T>& panels,
-                  Scratch& scratch) const {
+  void run_panels(const std::vector<Piece>& pieces, const Panels<T>& panels) const {
+    Scratch& scratch = kept_scratch();
     int units = 0;
     for (const Piece& piece : pieces) {
       multiply(piece.expert, piece.from, piece.count, panels, scratch);
@@ -327,12 +336,12 @@ struct Experts {
   }
 
   // y of tokens [begin, end) += what these shares give, with zero as gate of tokens that do
-  // not run one: tokens are put side by side once for all shares.
+  // not run one: tokens are put side by side once for all shares. What is no finite number
+  // in W_down reaches all tokens.
   void run_for_all(std::vector<Share<T>>& shares, int64_t begin, int64_t end,
                    float* y_TD) const {
-    static thread_local Scratch scratch;
-    static thread_local Panels<T> panels;
     static thread_local Lines<float> gate_SL;
+    Panels<T>& panels = kept_panels();
     gate_SL.resize(shares.size() * TOGETHER);
     const int64_t many = begin + in_panels(end - begin);
     for (int64_t first = begin; first < many && !shares.empty(); first += TOGETHER) {
@@ -354,12 +363,12 @@ struct Experts {
           from += count;
           room -= pieces.back().units() * Unit<T>::numbers;
           if (room > 0) continue;
-          run_panels(pieces, panels, scratch);
+          run_panels(pieces, panels);
           pieces.clear();
           room = PANEL_GROUP;
         }
       }
-      if (!pieces.empty()) run_panels(pieces, panels, scratch);
+      if (!pieces.empty()) run_panels(pieces, panels);
     }
     for (const Share<T>& share : shares) run(share, y_TD);  // what is left, few tokens
   }
@@ -718,7 +727,7 @@ void choose(const float* scores_R, const float* bias_R, const float* scale_R, bo
   const auto probability = [&](int64_t e) { return std::exp(scores_R[e] - most) / sum; };
   for (int64_t e = 0; e < R; e++) {
     const float value = (by_probability ? probability(e) : scores_R[e]) + bias_R[e];
-    // What is no number is not in any order, and comes last. Zeros are equal.
+    // What is no number is in no order, and counts as minus infinity. Zeros are equal.
     value_R[e] = value == value ? value + 0.0f : -INFINITY;
   }
   const int64_t first = by_threshold ? std::max_element(value_R, value_R + R) - value_R : 0;

@@ -200,7 +200,6 @@ struct Panels {
   int tokens(int p) const { return std::min(PANEL, of_tokens - p * PANEL); }
   int vectors(int p) const { return (tokens(p) + LANES - 1) / LANES; }
   const int32_t* x(int p) const { return x_UL.data() + p * PANEL * units; }
-  const float* gate(int p) const { return gate_L + p * PANEL; }
   float* const* y(int p) const { return y_L + p * PANEL; }
 
   // Calls `run` with a panel's number of vectors as a constant.

@@ -65,8 +65,9 @@ def prompts(
     count = len(first_RND)
     beside_ND = router_gate_RD if direction_ZD is None else direction_ZD
     beside = 0 if beside_ND is None else len(beside_ND)
-    padded = max(FEWEST, triton.next_power_of_2(max(count, beside)))
-    matrices = 1 if beside_ND is None else 2
+    padded = max(FEWEST, triton.next_power_of_2(count))
+    padded_beside = max(FEWEST, triton.next_power_of_2(beside))
+    rows = padded + (padded_beside if beside else 0)
     gate_TR = x_TD.new_empty((tokens, count), dtype=torch.float32)
     with torch.cuda.device_of(x_TD):  # Triton launches on the current one
         _gates[(triton.cdiv(tokens, TOKENS.value),)](
@@ -83,13 +84,14 @@ def prompts(
             beside,
             active if cap is None else cap,
             EXPERTS=padded,
+            BESIDE=padded_beside,
             DIRECTIONS=0 if direction_ZD is None else beside,
             BY_THRESHOLD=cap is not None,
             GATED=router_gate_RD is not None,
             COPIES=copies,
             ABSOLUTE=absolute,
             ACTIVATION=activation,
-            **tiling(_tiling_of_gates(padded * matrices), x_TD.dtype),
+            **tiling(_tiling_of_gates(rows), x_TD.dtype),
         )
         h_TF = routed_hidden(
             x_TD, first_RND, gate_TR, active, gated, activation
@@ -114,7 +116,7 @@ def _shape_of_prompts(x_TD: Tensor, *others: object) -> Tensor:
 
 def _tiling_of_gates(rows: int) -> dict[str, int]:
     """The wider, the fewer steps; but a wide tile of many rows fits no GPU."""
-    width = min(max(TILE // rows, 64), 256)
+    width = min(max(TILE // triton.next_power_of_2(rows), 64), 256)
     return {
         "WIDTH": width,
         "num_warps": 8 if width == 256 else 4,
@@ -199,6 +201,7 @@ def _gates(
     beside,
     K,
     EXPERTS: tl.constexpr,
+    BESIDE: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     BY_THRESHOLD: tl.constexpr,
     GATED: tl.constexpr,
@@ -210,8 +213,9 @@ def _gates(
     """Gates of some tokens, 0 for experts that they do not run."""
     t_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     r_N = tl.arange(0, EXPERTS)
+    b_N = tl.arange(0, BESIDE)
     score_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
-    beside_NT = tl.zeros((EXPERTS, TOKENS), tl.float32)
+    beside_NT = tl.zeros((BESIDE, TOKENS), tl.float32)
     for start in range(0, D, WIDTH):
         d_C = start + tl.arange(0, WIDTH)
         x_CT = tokens_of(x_TD, t_T, tokens, d_C, D, D)
@@ -219,14 +223,14 @@ def _gates(
         router_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, row, 1)
         score_NT = multiplied(router_NC, x_CT, score_NT)
         if beside_ND is not None:
-            beside_NC = tile_of(beside_ND, r_N, r_N < beside, d_C, D, D, 1)
+            beside_NC = tile_of(beside_ND, b_N, b_N < beside, d_C, D, D, 1)
             beside_NT = multiplied(beside_NC, x_CT, beside_NT)
     score_TR = tl.trans(score_NT)
     beside_TR = tl.trans(beside_NT)
     if DIRECTIONS > 0:
         score_TR = with_pairs(
             score_TR, beside_TR, direction_bias_Z, router_RD, D, R,
-            EXPERTS, DIRECTIONS,
+            EXPERTS, BESIDE, DIRECTIONS,
         )  # fmt: skip
     gate, _ = gates_of(
         score_TR, beside_TR, bias_R, scale_R, t_T, tokens, R, K,
