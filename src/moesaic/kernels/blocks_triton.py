@@ -167,7 +167,7 @@ def _route(
         row = D + pairs_of(DIRECTIONS)
         router_NC = tile_of(router_RD, r_N, r_N < R, d_C, D, row, 1)
         score_NT = multiplied(router_NC, x_CT, score_NT)
-        if beside_ND is not None:
+        if beside_ND is not None:  # noqa: SIM102 - the compiler knows this, not the next
             if tl.program_id(0) * ROWS < beside:
                 beside_NC = tile_of(beside_ND, r_N, r_N < beside, d_C, D, D, 1)
                 beside_NT = multiplied(beside_NC, x_CT, beside_NT)
