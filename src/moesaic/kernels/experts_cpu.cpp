@@ -27,8 +27,8 @@ constexpr int64_t CHUNK = 512;     // of y that stays in the first cache meanwhi
 constexpr int64_t CACHE = 400000;  // bytes of weights that stay in the second cache
 constexpr int PANEL_GROUP = 256;   // neurons whose h are made before panels use them
 constexpr int MOST_ROWS = 2 * PANEL_GROUP;
-constexpr int MANY = 64;    // tokens that pay for a copy of rows
-constexpr int PICKED = 8;   // neurons that take as long as to pick a token
+constexpr int MANY = 64;           // tokens that pay for a copy of rows
+constexpr int PICKED = 8;          // neurons that take as long as to pick a token
 constexpr int MOST_PANELS = int(TOGETHER / PANEL);
 constexpr int64_t MOST_SUMS = 1 << 24;  // that all threads together keep
 constexpr int64_t TILED_TOKENS = 512;  // that a thread takes at once by tiles
@@ -266,7 +266,7 @@ struct Experts {
   // zero where the gate is, whatever h is for a token of others. (Within others it crashes
   // GCC 12 for AVX-512 without bfloat16.)
   ALONE void make_units(const Piece& piece, int first, const Panels<T>& panels, int p,
-                  Scratch& scratch) const {
+                        Scratch& scratch) const {
     const float* products = scratch.products_of(p);
     const float* gate_L = piece.gate_L + p * PANEL;
     int32_t* h_UL = scratch.h_of(p) + first * PANEL;
