@@ -105,6 +105,11 @@ def test_transformers_knows_our_architecture_after_import_moesaic(code: str) -> 
     assert run(f"{code}\nprint(AutoConfig.for_model('moesaic').model_type)") == "moesaic"
 
 
+@pytest.mark.parametrize("module", ["blocks", "experts_fit"])
+def test_a_kernels_module_may_be_the_first_that_is_imported(module: str) -> None:
+    run(f"import moesaic.kernels.{module}")
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'exprot'"):
         moesaic.exprot  # noqa: B018

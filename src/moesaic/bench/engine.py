@@ -121,7 +121,9 @@ class Worker:
         than the machine's clock wavers.
         """
         self.tell(asdict(regime))
-        values = self.hear("take a smaller --batch, or --against none")
+        values = self.hear(
+            "take a smaller --batch; of two models time one by --against none"
+        )
         self.notes = values.pop("notes", [])
         if min(values["prefill"], values["decode"]) <= 0:
             raise MoesaicError(
@@ -216,7 +218,7 @@ def started(
             worker = Worker(settings["model"], process, errors)
             worker.tell(settings)
             worker.about = worker.hear(
-                "both models are in memory: --against none"
+                "of two models time one by --against none"
             )
             yield worker
             _let_end(process)

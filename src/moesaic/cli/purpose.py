@@ -34,13 +34,13 @@ _EXPERTS = (
     "exported 1.21 to 1.45 and 0.92 to 0.97, llama.cpp 1.7 to 5.8 and 1.2 to 1.6"
 )
 MOST_TIMED = 128  # experts of those times; 256 of them were timed apart
-_SMALL_EXPERTS = "256 experts in transformers 1.26 and 0.94"
+_SMALL_EXPERTS = "256 experts in transformers 0.94 to 1.05 and 0.85 to 0.90"
 _BY_THRESHOLD = (
-    "128 experts in transformers 0.84 to 1.08 and 0.68 to 0.89, in vLLM with moesaic beside "
+    "128 experts in transformers 0.84 to 1.08 and 0.68 to 0.91, in vLLM with moesaic beside "
     "it 1.02 and 1.06"
 )
 _NEURONS = (
-    "transformers 1.05 to 1.09 and 0.73 to 0.94, vLLM with moesaic beside it 1.09 and 0.85 "
+    "transformers 1.00 to 1.09 and 0.73 to 0.94, vLLM with moesaic beside it 1.09 and 0.85 "
     "(with a C++ compiler and AVX-512)"
 )
 _STATIC = (

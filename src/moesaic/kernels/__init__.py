@@ -3,3 +3,5 @@
 `experts` is the function that transformers calls; `build` compiles and loads the C++ for
 CPUs, `gpu` calls what is written in Triton.
 """
+
+import transformers  # noqa: F401  (our modules register while it is imported, so it goes first)
