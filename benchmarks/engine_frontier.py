@@ -12,8 +12,10 @@ transformers it is in its own dtype, and perplexity that of transformers. vLLM i
 `moesaic export --format glm4_moe` writes them, pruned models by `--format dense`, in their own
 dtype, 8 and 4 bits (benchmarks/vllm_files.py), single neurons as they are (plug-in), and perplexity
 is vLLM's own. Time is over the dense model's in 16 bits, by `moesaic bench`, so say it on a machine
-that does nothing else; --perplexity-only leaves time out, for one that does. In vLLM each model is
-loaded alone, the dense one first and once more at the end (`again`).
+that does nothing else; --perplexity-only leaves time out, for one that does. --perplexities
+dense=1,NAME=1.03 takes what was measured elsewhere, so that models that were converted on few
+tokens may be timed. In vLLM each model is loaded alone, the dense one first and once more at the
+end (`again`).
 Writes DIR/ENGINE.json as it goes, and goes on with it; DIR/ENGINE.md and .png at the end.
 """
 
@@ -82,7 +84,10 @@ class Frontier:
         for name, kind in self.names():
             row = self.rows.setdefault(f"{name} {kind}", {})
             model = self.file_of(name, kind)
-            if "perplexity" not in row:
+            known = self.options.perplexities.get(name)
+            if known is not None:
+                row["perplexity"] = known
+            elif "perplexity" not in row:
                 row["perplexity"] = self.perplexity(model)
                 self.save()
             if not self.options.perplexity_only and "decode-16" not in row:
@@ -329,9 +334,17 @@ def run(words: list[Any]) -> str:
     return done.stdout
 
 
-def named(text: str) -> dict[str, Path]:
+def named(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
-    return {name: Path(folder) for name, _, folder in pairs}
+    return {name: value for name, _, value in pairs}
+
+
+def folders(text: str) -> dict[str, Path]:
+    return {name: Path(folder) for name, folder in named(text).items()}
+
+
+def measured(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in named(text).items()}
 
 
 def check_settings(options: argparse.Namespace) -> None:
@@ -358,13 +371,14 @@ def main() -> None:
     add = parser.add_argument
     add("engine", choices=tuple(BASE))
     add("--output", type=Path, required=True)
-    add("--models", type=named, required=True)
+    add("--models", type=folders, required=True)
     add("--kinds", help="with the first of KINDS among them")
     add("--engine-python")
     add("--convert-hf", type=Path)
     add("--tokens", type=int, default=8192)
     add("--rounds", type=int, default=5)
     add("--perplexity-only", action="store_true")
+    add("--perplexities", type=measured, default={})
     options = parser.parse_args()
     kinds = options.kinds or KINDS[options.engine]
     options.kinds = kinds.split(",")
