@@ -118,19 +118,19 @@ def test_micro_batches_count_like_one_batch() -> None:
 def test_steps_even_the_loads_within_the_scores_spread(recipe: str) -> None:
     """A skew of half the bound is made up for; a bias cannot leave its bound, whatever the skew."""
     model = converted(recipe)
-    routers, before = routers_of(model), measure_loads(model, WINDOWS)
+    routers = routers_of(model)
     worker = balancer(model, 0.02 if recipe == "moesaic" else 0.005)
     with torch.no_grad():
+        for router, bound in zip(routers, worker.bound_L, strict=True):
+            router.selection_bias[0] += bound / 2
+        before = measure_loads(model, WINDOWS)
+        assert all(row["max_over_mean"] > 1.25 for row in before.to_dict())
         for _ in range(150):
             with worker.forward():
                 model(WINDOWS)
             worker.step()
     after = measure_loads(model, WINDOWS)
-    for old, new in zip(before.to_dict(), after.to_dict(), strict=True):
-        assert new["max_over_mean"] <= old["max_over_mean"] + 0.05
-    assert sum(row["max_over_mean"] for row in after.to_dict()) < sum(
-        row["max_over_mean"] for row in before.to_dict()
-    )
+    assert all(row["max_over_mean"] < 1.25 for row in after.to_dict())
     for router, bound in zip(routers, worker.bound_L, strict=True):
         assert router.selection_bias.abs().max() <= bound + 1e-6
 

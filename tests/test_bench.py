@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from moesaic.families.load import load_config
 from moesaic.layout import Layout
 from moesaic.methods.base import Budget
 from moesaic.methods.load import load_method
+from tests.families import tiny_model
 from tests.stock_models import converted_folder, dense_model, tokenizer
 
 bench_module = sys.modules["moesaic.bench.bench"]  # the package has a function of that name
@@ -378,6 +380,49 @@ def test_a_model_beside_itself(
         assert len(row["seconds"]) == 2
         assert min(row["memory"]) > 2**24
     assert [row["tokens"] for row in rows] == [16, 2, 32, 4]
+
+
+class Clocked:
+    """A worker that takes so long each time."""
+
+    def __init__(self, *seconds: float):
+        self.seconds = iter(seconds)
+
+    def time(self, regime: Regime) -> dict[str, float]:
+        taken = next(self.seconds)
+        return {"prefill": 10 * taken, "decode": taken}
+
+
+def test_ratios_are_ours_over_the_dense_models_without_the_round_that_warms_up() -> None:
+    regime = Regime(batch=2, prompt=16, new=4)
+    workers: Any = [Clocked(100, 4, 6, 6), Clocked(1, 2, 2, 4)]
+    times = bench_module._timed(workers, regime, 3, lambda line: None)
+    row = bench_module._row(regime, "decode", times)
+    assert row["seconds"] == [[4, 6, 6], [2, 2, 4]]
+    assert (row["least"], row["ratio"], row["most"]) == (1.5, 2, 3)
+    assert row["tokens_per_second"] == [8 / 6, 8 / 2]
+    row = bench_module._row(regime, "prefill", times)
+    assert row["seconds"] == [[40, 60, 60], [20, 20, 40]]
+    assert row["tokens"] == 32
+
+
+def test_transformers_reads_the_prompt_at_once_and_then_token_by_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(engine_module.HERE))
+    run_transformers = import_module("run_transformers")
+    model = tiny_model("llama")
+    shapes = []
+
+    def note(module: Any, positional: Any, named: dict[str, Any]) -> None:
+        shapes.append(tuple(named["input_ids"].shape))
+
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        loaded = (model, list(range(3, 40)), torch.device("cpu"))
+        prefill, decode = run_transformers.measure(loaded, batch=2, prompt=8, new=3)
+    assert shapes == [(2, 8), (2, 1), (2, 1), (2, 1)]
+    assert prefill > 0
+    assert decode > 0
 
 
 def test_a_batch_that_does_not_fit_leaves_the_rows_before_it(

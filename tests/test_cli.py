@@ -616,7 +616,7 @@ def break_tokenizer(folder: Path) -> None:
     [
         (fewer_layers, "weights that its config.json leaves out, among them model.layers.3"),
         (no_layers, "supported are"),
-        (no_heads, "error"),
+        (no_heads, "cannot load"),
         (unknown_activation, "'foo' is no known name; see where its config.json has it"),
         (quantise, "is quantised in 4 bits already; convert the full-precision model"),
         (lead_to_the_card, "names 'README.md', which is no safetensors file"),

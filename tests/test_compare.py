@@ -65,6 +65,8 @@ def test_a_cell_is_what_convert_and_perplexity_give(result: tuple[dict[str, Any]
 def test_layers_of_a_cell_share_their_budget() -> None:
     method = moesaic.load_method("moesaic", {"layer_budgets": "gradient"})
     found = moesaic.compare("demo", [method], references=(), **SMALL | {"samples": 16})
+    assert len(found["cells"]) == 2
+    assert found["missing"] == []
     for cell in found["cells"].values():
         assert "in a layer) of" in cell["shape"]
         assert cell["active_ffn_fraction"] == pytest.approx(0.5, abs=0.01)

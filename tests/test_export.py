@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import moesaic
 from moesaic.cli.main import main
+from moesaic.conversion.options import make_budget
+from moesaic.conversion.plan import make_plan
 from moesaic.errors import MoesaicError
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
 from moesaic.export.gguf_vocab import PRE_TOKENIZERS, read_vocabulary
@@ -762,3 +764,25 @@ def test_near_ties_are_no_other_architecture(folders: dict[str, Path], tmp_path:
     with torch.no_grad():
         stock.model.layers[0].mlp.experts.down_proj.mul_(2)
     assert agreement(original, stock, ids, 32).difference > 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("gemma2", {}, "has other layers than Llama's"),
+        ("gpt2", {}, "has no gate projection"),
+        ("gemma", {}, "its FFN computes gelu"),
+        ("qwen3", {"intercept": True}, "has biases, stock MoE layers have none"),
+        ("qwen3", {}, None),
+    ],
+)
+def test_why_no_stock_architecture_holds_a_model(
+    family: str, settings: dict[str, Any], reason: str | None
+) -> None:
+    method = moesaic.load_method("moesaic", settings)
+    plan = make_plan(tiny_model(family).config, "t", method, make_budget("S2A3E8"))
+    reasons = common_reasons(plan.config)
+    if reason is None:
+        assert reasons == []
+    else:
+        assert any(reason in told for told in reasons), reasons

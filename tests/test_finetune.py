@@ -786,3 +786,12 @@ def test_rates_are_told_of_what_is_trained_and_of_nothing_else(method: str) -> N
     told = rates_that_apply(model, 1e-3, 2e-2)
     groups = parameter_groups(wrap(model, 4, 8, freeze_router=False), 1e-3, 2e-2)
     assert sorted(told.values()) == sorted(group["lr"] for group in groups)
+
+
+def test_thresholds_keep_their_budget_through_training(tmp_path: Path) -> None:
+    """They are set anew at the end, since scores have moved."""
+    method = moesaic.load_method("moesaic-dynamic", {"layer_budgets": "uniform"})
+    converted = converted_folder("llama", tmp_path / "converted", method)
+    report = tuned(converted, tmp_path / "out", lora_lr=3e-3, balance_rate=0)
+    for row in report.loads_after:
+        assert row["experts_per_token"] == pytest.approx(3, abs=0.02)

@@ -190,13 +190,16 @@ def test_training_finds_who_is_active_and_keeps_the_best_epoch() -> None:
 
 
 def test_it_trains_also_within_inference_mode() -> None:
-    with torch.inference_mode():
-        router = unit_mlp()
-        x_TD = torch.randn(64, 6)
-        mass_TR = torch.rand(64, 3)
-    with torch.inference_mode(False):
-        train_mlp_router(unit_mlp(), x_TD, mass_TR, epochs=1, rate=0.01, seed=0)
-    assert router.num_routed == 3
+    x_TD = torch.randn(640, 6)
+    mass_TR = nn.functional.one_hot(x_TD[:, :3].argmax(1), 3).float()
+    shares = []
+    for mode in (torch.inference_mode(), torch.inference_mode(False)):
+        torch.manual_seed(0)
+        with mode:
+            router = unit_mlp()
+            before = kept_share(router, x_TD[-64:], mass_TR[-64:])
+            shares.append(train_mlp_router(router, x_TD, mass_TR, epochs=5, rate=0.01, seed=0))
+    assert shares[0] == shares[1] > before
 
 
 # --- G-MoEfication -----------------------------------------------------------------------------

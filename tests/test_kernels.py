@@ -27,7 +27,7 @@ import moesaic
 from moesaic.kernels import build
 from moesaic.kernels.blocks import block_forward
 from moesaic.kernels.experts import experts_forward
-from moesaic.kernels.experts_fit import fits
+from moesaic.kernels.experts_fit import fits, fits_gpu
 from moesaic.modeling import BlockConfig, MoesaicBlock, RouterConfig, Sizes
 from moesaic.parts.products import widened_products
 from tests import reference
@@ -818,3 +818,46 @@ def test_it_compiles_for_avx512_without_bfloat16(tmp_path: Path) -> None:
         [build._compiler(), *flags, "-march=skylake-avx512", *sources, "-o", output],
         check=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("is_transposed", True), ("is_concatenated", False), ("has_post_expert_norm", True)],
+)
+def test_experts_whose_weights_lie_otherwise_run_by_torch(flag: str, value: bool) -> None:
+    experts = block_of((0, 12, 9, 4, 40)).experts
+    x_TD = torch.randn(3, 40)
+    assert fits(experts, x_TD)
+    assert fits_gpu(experts, x_TD)
+    setattr(experts, flag, value)
+    assert not fits(experts, x_TD)
+    assert not fits_gpu(experts, x_TD)
+
+
+def test_experts_with_a_gate_of_their_own_run_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else tells them from others."""
+    experts = block_of((0, 12, 9, 4, 40)).experts
+    x_TD = torch.randn(3, 40)
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, gate_up: gate_up.chunk(2)[0])
+    assert not fits(experts, x_TD)
+    assert not fits_gpu(experts, x_TD)
+
+
+def test_a_shared_expert_that_the_kernel_would_misread_runs_by_torch() -> None:
+    shape = (12, 12, 9, 4, 40)
+    x_TD = torch.randn(3, 40)
+    assert block_forward(block_of(shape), x_TD) is not None
+    other_activation = block_of(shape)
+    other_activation.shared_expert.act_fn = torch.nn.ReLU()
+    assert block_forward(other_activation, x_TD) is None
+    by_columns = block_of(shape)
+    weight = by_columns.shared_expert.up_proj.weight
+    weight.data = weight.data.mT.contiguous().mT
+    assert block_forward(by_columns, x_TD) is None
+
+
+def test_code_is_not_loaded_from_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(OSError, match="not yours alone"):
+        build._compiled(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -229,7 +229,7 @@ def test_an_unknown_method_lists_the_known() -> None:
         ("method: moesaic-dynamic\nlayer_budgets: gradients", "did you mean gradient"),
         (
             "method: moesaic\nlayer_budgets: gradual",
-            "known are curves, dense-first, gradient, uniform",
+            "known are dense-first, gradient, uniform",
         ),
         ("method: static\nlayer_budgets: curves", "unknown setting of method static"),
         ("method: cmoe\nrouter: linear", "unknown setting of method cmoe 'router'"),
@@ -266,8 +266,6 @@ def test_counts_that_may_be_none(tmp_path: Path, key: str, value: str) -> None:
 def test_a_cap_below_the_mean_would_make_the_work_less_than_is_said() -> None:
     with pytest.raises(MoesaicError, match="cap 4 is less than the 5 experts that run on average"):
         moesaic.convert("demo", "moesaic-dynamic", "S1A5E8", settings={"cap": 4}, samples=2)
-    with pytest.raises(MoesaicError, match="curves knows no cap"):
-        load_method("moesaic-dynamic", {"cap": 4, "layer_budgets": "curves"})
 
 
 def test_no_cap_is_a_value() -> None:

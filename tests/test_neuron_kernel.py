@@ -20,7 +20,8 @@ if library() is None:
 
 # Hidden size, neurons: whole groups of 64 inputs or not, whole chunks of neurons or not.
 SHAPES = [(64, 64), (128, 200), (40, 9), (72, 130), (7, 3), (576, 192), (65, 65)]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+# Of the error's norm over the output's; that of one neuron less is larger.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
 def check(neurons: Any, tokens: int) -> None:
@@ -30,9 +31,9 @@ def check(neurons: Any, tokens: int) -> None:
     # In float64, so that only the kernel rounds.
     exact = neurons.double()
     expected = exact._part_by_part(x_TD.double())
-    size = expected.norm(dim=1, keepdim=True).clamp(min=1e-6)
-    error = (found.double() - expected).abs() / size
-    assert error.max() < TOLERANCE[found.dtype]
+    size_T = expected.norm(dim=1).clamp(min=1e-6)
+    error_T = (found.double() - expected).norm(dim=1) / size_T
+    assert error_T.max() < TOLERANCE[found.dtype]
     assert found.dtype == x_TD.dtype
 
 

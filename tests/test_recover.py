@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from moesaic.cli import main as cli
 from moesaic.errors import MoesaicError
 from moesaic.families.load import load_model
 from moesaic.finetune import recover as recover_module
+from moesaic.finetune import tune_dense as tune_dense_module
 from moesaic.finetune.train import RecoveryTrainer
 from moesaic.output import draft as drafts
+from moesaic.output.atomic import write_file
 from tests.families import tiny_model
 from tests.gguf_models import tiny_llama, write_gguf
 from tests.stock_models import dense_model, tokenizer
@@ -187,11 +191,75 @@ def test_a_trained_gguf_file_is_still_named(tmp_path: Path) -> None:
     assert model.config.moesaic.source == "dequantised from tiny.gguf (Q8_0)"
 
 
-@pytest.mark.parametrize("part", ["dense", "student"])
-def test_a_run_that_was_killed_in_either_training_goes_on(
+@pytest.mark.parametrize("part", ["dense", "record", "layer", "between", "student"])
+def test_a_run_that_trains_the_dense_model_goes_on_where_it_was_killed(
     part: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = recovered(dense, tmp_path / "whole", command="x", tune_dense=True)
+    step = RecoveryTrainer.training_step
+
+    def die(*arguments: Any, **others: Any) -> Any:
+        raise Killed
+
+    def die_in_step(self: Any, *arguments: Any) -> Any:
+        is_student = self.teacher is not None
+        if self.state.global_step == 5 and is_student == (part == "student"):
+            raise Killed
+        return step(self, *arguments)
+
+    if part == "record":
+        monkeypatch.setattr(tune_dense_module, "write_file", die_at(tune_dense_module.RECORD))
+    elif part == "layer":
+        monkeypatch.setattr(drafts, "save_layer", die)
+    elif part == "between":
+        monkeypatch.setattr(recover_module, "run", die)
+    else:
+        monkeypatch.setattr(RecoveryTrainer, "training_step", die_in_step)
+    with pytest.raises(Killed):
+        recovered(dense, tmp_path / "out", command="x", tune_dense=True)
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(MoesaicError, match="was started with tune_dense = True"):
+        recovered(dense, tmp_path / "out", command="x", resume=True)
+    steps: dict[str, list[int]] = {"dense": [], "student": []}
+
+    def note_step(self: Any, *arguments: Any) -> Any:
+        steps["dense" if self.teacher is None else "student"].append(self.state.global_step)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(RecoveryTrainer, "training_step", note_step)
+    again, _ = recovered(dense, tmp_path / "out", command="x", resume=True, tune_dense=True)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    # What was done is not done again: checkpoints are written every two steps of twenty.
+    first_steps = {name: min(found, default=None) for name, found in steps.items()}
+    expected = {
+        "dense": {"dense": 4, "student": 0},
+        "record": {"dense": None, "student": 0},
+        "layer": {"dense": None, "student": 0},
+        "between": {"dense": None, "student": 0},
+        "student": {"dense": None, "student": 4},
+    }
+    assert first_steps == expected[part]
+
+
+def die_at(name: str) -> Callable[[Path, str], None]:
+    """Writes files, but that of this name."""
+
+    def write(path: Path, text: str) -> None:
+        if path.name == name:
+            raise Killed
+        write_file(path, text)
+
+    return write
+
+
+@pytest.mark.parametrize("part", ["dense", "student"])
+def test_a_run_with_a_dense_model_of_other_weights_is_refused(
+    part: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(dense, model)
     step = RecoveryTrainer.training_step
 
     def die_in_step(self: Any, *arguments: Any) -> Any:
@@ -202,14 +270,14 @@ def test_a_run_that_was_killed_in_either_training_goes_on(
 
     monkeypatch.setattr(RecoveryTrainer, "training_step", die_in_step)
     with pytest.raises(Killed):
-        recovered(dense, tmp_path / "out", command="x", tune_dense=True)
+        recovered(model, tmp_path / "out", command="x", tune_dense=True)
     monkeypatch.undo()
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(MoesaicError, match="was started with tune_dense = True"):
-        recovered(dense, tmp_path / "out", command="x", resume=True)
-    again, _ = recovered(dense, tmp_path / "out", command="x", resume=True, tune_dense=True)
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+    other = load_model(str(model))
+    other.model.layers[0].mlp.up_proj.weight.data += 0.01
+    other.save_pretrained(model)
+    with pytest.raises(MoesaicError, match="was started with other weights of"):
+        recovered(model, tmp_path / "out", command="x", resume=True, tune_dense=True)
+    assert (tmp_path / "out.partial").is_dir()  # nothing is lost
 
 
 def test_a_failed_training_keeps_the_conversion(

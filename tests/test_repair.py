@@ -154,7 +154,7 @@ def test_neurons_that_are_all_constant(intercept: bool, constant: float) -> None
         output_TD = candidate.output(torch.full((1, 6), constant))
         assert torch.isfinite(output_TD).all()
         expected = torch.from_numpy(r_TD.mean(axis=0)).float()
-        torch.testing.assert_close(output_TD[0], expected, rtol=0.5, atol=0.5)
+        torch.testing.assert_close(output_TD[0], expected, rtol=0, atol=0.15)
 
 
 # --- mean compensation -------------------------------------------------------------------------

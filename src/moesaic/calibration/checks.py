@@ -70,7 +70,7 @@ def check_on(model: Any, device: torch.device, why: str) -> None:
     if any(elsewhere):
         raise MoesaicError(
             f"{why} the whole model, which is not on {device} in whole; take "
-            "--device cpu, or another recipe or budget that needs no more than "
+            "--device cpu, or another method or budget that needs no more than "
             "a layer there"
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from moesaic.calibration.calibration_set import Part
 from moesaic.calibration.share import ALONE
 from moesaic.errors import MoesaicError, first_line
 from moesaic.families import SUPPORTED, FFNs
+from moesaic.families.head import replaced_forward
 from moesaic.modeling import MoesaicReplacement
 
 BLOCK_TOKENS = 2048  # tokens that pass through a layer at once
@@ -80,9 +82,7 @@ class Stream:
         other.hidden_NLD = self.hidden_NLD.clone()
         return other
 
-    def goals(
-        self, layer: int, dense: Stream
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def goals(self, dense: Stream) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the states (T, D) that the FFN's output is added to, and those of `dense`.
 
         `dense` has passed the layer; this stream's `ffn_calls` are through when the first
@@ -269,12 +269,8 @@ class Stream:
             calls.append(call)
             return torch.zeros_like(call[0])
 
-        forward = ffn.__dict__.get("forward")
-        ffn.forward = silent
-        try:
+        with replaced_forward(ffn, silent):
             output_BLD = self._call(layer, hidden_BLD)
-        finally:
-            _restore_forward(ffn, forward)
         return calls[0], output_BLD
 
     def _until_ffn(self, layer: int, hidden_BLD: Tensor) -> tuple[Tensor, ...]:
@@ -284,13 +280,11 @@ class Stream:
             raise _ReachedFFN(inputs)
 
         ffn = self.ffns.replaced(layer)
-        handle = ffn.register_forward_pre_hook(stop)
         try:
-            self._call(layer, hidden_BLD)
+            with ffn.register_forward_pre_hook(stop):
+                self._call(layer, hidden_BLD)
         except _ReachedFFN as reached:
             return reached.call
-        finally:
-            handle.remove()
         raise RuntimeError(
             f"layer {layer} never called its FFN {self.ffns.ffn_path!r}"
         )
@@ -329,24 +323,12 @@ def _bypass(ffns: FFNs, ids_BL: Tensor) -> tuple[Tensor, list[LayerCall]]:
         calls.append(LayerCall(args, kwargs))
         return hidden_states
 
-    forwards = [layer.__dict__.get("forward") for layer in ffns.layers]
-    for layer in ffns.layers:
-        layer.forward = skip
-    try:
+    with ExitStack() as replaced:
+        for layer in ffns.layers:
+            replaced.enter_context(replaced_forward(layer, skip))
         device = next(ffns.base.parameters()).device
         ffns.base(input_ids=ids_BL.to(device), use_cache=False)
-    finally:
-        for layer, forward in zip(ffns.layers, forwards, strict=True):
-            _restore_forward(layer, forward)
     return entering[0], calls
-
-
-def _restore_forward(module: Any, forward: Any) -> None:
-    """Gives back the forward that a module had of its own; None: it had none."""
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
 
 
 def _storage(needed_bytes: int, device: torch.device) -> torch.device:

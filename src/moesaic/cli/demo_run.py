@@ -17,7 +17,7 @@ from moesaic.methods.load import load_method
 from moesaic.output.draft import check_output
 
 SPARSITY = 0.25
-RECIPES = ("moesaic", "cmoe", "static-repaired", "static", "random")
+METHODS_SHOWN = ("moesaic", "cmoe", "static-repaired", "static", "random")
 SAMPLES = 64  # of 512 tokens
 HELDOUT_TOKENS = 65_536
 
@@ -34,7 +34,7 @@ class DemoRow:
 def run_demo(
     output: Path, say: Callable[[str], Any], overwrite: bool = False
 ) -> list[DemoRow]:
-    """Converts the demo model by our recipe, saves and reloads it, and evaluates it.
+    """Converts the demo model by our method, saves and reloads it, and evaluates it.
 
     Beside it stand the dense model and, at the same budget and on the same calibration tokens,
     the paper's method, static pruning with and without repair, and a random conversion.
@@ -56,14 +56,14 @@ def run_demo(
     say("dense model: evaluating")
     rows = [row("dense", dense, None)]
     neurons = dense.config.intermediate_size
-    for recipe in RECIPES:
-        count = getattr(load_method(recipe), "experts", None)
+    for method in METHODS_SHOWN:
+        count = getattr(load_method(method), "experts", None)
         layout = layouts_for(SPARSITY, neurons, experts=count)[0]
-        say(f"{recipe}: converting to {layout} and evaluating")
-        target = output if recipe == RECIPES[0] else None
+        say(f"{method}: converting to {layout} and evaluating")
+        target = output if method == METHODS_SHOWN[0] else None
         model, report = convert(
             "demo",
-            recipe,
+            method,
             layout,
             "demo",
             samples=SAMPLES,
@@ -75,5 +75,5 @@ def run_demo(
         )
         if target is not None:
             model = load_model(target)
-        rows.append(row(recipe, model, sum(report.step_seconds.values())))
+        rows.append(row(method, model, sum(report.step_seconds.values())))
     return rows

@@ -23,8 +23,9 @@ from moesaic.comparison.speed import speed_over_dense
 from moesaic.conversion.convert import become_ours
 from moesaic.conversion.layer_budgets import share_budgets
 from moesaic.conversion.layer_error import LayerReport
+from moesaic.conversion.masks import set_view
 from moesaic.conversion.plan import Plan
-from moesaic.conversion.run import Run, set_view
+from moesaic.conversion.run import Run
 from moesaic.errors import reason_of
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs, Mixtures

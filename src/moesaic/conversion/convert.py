@@ -35,6 +35,7 @@ from moesaic.conversion.layout_search import (
     check_target,
     search_plan,
 )
+from moesaic.conversion.masks import under_masks
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan
@@ -45,7 +46,7 @@ from moesaic.conversion.prepare import (
     source_name,
 )
 from moesaic.conversion.report import CONVERSION_FILE, ConversionReport
-from moesaic.conversion.run import Run, under_masks
+from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.evaluate.work import active_ffn_fraction, count_macs, meta_model

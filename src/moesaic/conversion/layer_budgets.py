@@ -33,7 +33,6 @@ from moesaic.calibration.checks import check_on
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.share import ALONE, Share
-from moesaic.conversion.budget_curves import budgets_by_curves
 from moesaic.conversion.dense_first import search_split
 from moesaic.conversion.next_neurons import adds_neurons, next_neurons
 from moesaic.conversion.plan import Plan
@@ -130,11 +129,11 @@ def share_budgets(
 ) -> Plan:
     """The plan with the budgets of layers that its method's strategy gives.
 
-    Unchanged where the strategy is uniform. The method's own: see `own_sizes`. By
-    curves: see `budget_curves`. Dense first: see `dense_first`; fewer layers are
-    converted then. By gradient: equal budgets are the first of 1 + ROUNDS that are
-    tried, and those of the least KL divergence are taken. Costs at most so
-    many conversions on TRIAL_TOKENS (twice the active neurons, if that is more; 8
+    Unchanged where the strategy is uniform. The method's own: see `own_sizes`. Dense
+    first: see `dense_first`; fewer layers are converted then. By gradient: equal budgets
+    are the first of 1 + ROUNDS that are tried, and those of the least KL divergence are
+    taken. Costs at most so many conversions on TRIAL_TOKENS (twice the active neurons,
+    if that is more; 8
     windows at least) and forward passes on PROBE_TOKENS, whose dense logits it holds,
     and backward passes for all but the last; of several processes each does so by itself.
     The layers of a mixture keep equal budgets. Raises MoesaicError for a model that is not
@@ -157,11 +156,6 @@ def share_budgets(
             "layer budgets come from gradients, which torch.inference_mode has none of; "
             "convert outside of it, or with layer_budgets=uniform"
         )
-    if method.layer_budgets == "curves":
-        budgets = budgets_by_curves(
-            dense, ffns, plan, calibration, device, seed, log
-        )
-        return plan.with_moe(plan.moe.with_budgets(budgets))
     trials = _trials(dense, ffns, plan, calibration, device, seed)
 
     def with_budgets(budgets: Budgets) -> Plan:

@@ -14,9 +14,10 @@ from moesaic.calibration.checks import check_on
 from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.share import ALONE, Share
 from moesaic.conversion.layer_error import relative_error
+from moesaic.conversion.masks import set_view
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.conversion.prepare import Prepared, check_windows
-from moesaic.conversion.run import Run, ffn_inputs, set_view
+from moesaic.conversion.run import Run, ffn_inputs
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs

@@ -28,15 +28,14 @@ from moesaic.conversion.layer_error import (
     LayerReport,
     measure_layer,
 )
+from moesaic.conversion.masks import set_view
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, Mixtures
 from moesaic.methods.base import FFNMethod
 from moesaic.modeling import (
     MoEConfig,
     MoesaicHierarchy,
-    MoesaicReplacement,
     OuterConfig,
-    as_they_are,
 )
 from moesaic.parts.stack import (
     State,
@@ -161,7 +160,7 @@ class MixtureLayer:
             except MoesaicError as error:
                 raise MoesaicError(f"expert {expert}: {error}") from error
             self.clock("convert")
-            under_mask(part)
+            set_view(part, masked=True)
             reports[expert] = measure_layer(
                 self.layer,
                 expert_inputs,
@@ -196,7 +195,8 @@ class MixtureLayer:
                 parts.append(WholeFFN(ffn))
             else:
                 part = unstack_expert(stack, expert)
-                parts.append(under_mask(part))
+                set_view(part, masked=True)
+                parts.append(part)
         shared = None
         if len(replacements) > 1:
             shared = replacements[1]
@@ -231,7 +231,7 @@ class MixtureLayer:
             shared: Any = method.convert_ffn(ffn, all_inputs, sizes, generator)
         except MoesaicError as error:
             raise MoesaicError(f"shared expert: {error}") from error
-        under_mask(shared)
+        set_view(shared, masked=True)
         measured = measure_layer(
             self.layer, all_inputs, ffn, shared, sizes, self.seed, self.most
         )
@@ -278,13 +278,6 @@ class MixtureLayer:
                 ):
                     expert_inputs.keep_statistics(kind, statistics)
             yield from batch_inputs
-
-
-def under_mask(part: Any) -> Any:
-    """The part, computing all its experts under a mask."""
-    if isinstance(part, MoesaicReplacement):
-        part.view = as_they_are
-    return part
 
 
 def stays_whole(inputs: ExpertInputs, outer: OuterConfig) -> dict[int, str]:

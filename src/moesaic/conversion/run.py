@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from moesaic.conversion.layer_error import (
     linears_report,
     measure_layer,
 )
+from moesaic.conversion.masks import set_view
 from moesaic.conversion.mixtures import ConvertedMixture, MixtureLayer
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.saved_layers import (
@@ -45,8 +45,6 @@ from moesaic.families import Mixtures
 from moesaic.memory import lent_to
 from moesaic.methods.base import FFNMethod, LinearMethod
 from moesaic.modeling import (
-    MoesaicReplacement,
-    as_they_are,
     install,
     install_linear,
     install_outer_shared,
@@ -489,7 +487,7 @@ def ffn_inputs(
 
     With the goals of a `dense` stream that has passed the layer, if there is one.
     """
-    goals = None if dense is None else stream.goals(layer, dense)
+    goals = None if dense is None else stream.goals(dense)
     return FFNInputs(
         stream.ffn_inputs(layer),
         calibration.split,
@@ -501,25 +499,3 @@ def ffn_inputs(
         stream.part,
         goals,
     )
-
-
-@contextmanager
-def under_masks(model: Any) -> Iterator[None]:
-    """On a CPU, all experts of a model are computed under a mask meanwhile.
-
-    The fast path there lays weights out anew: those of a file would then be in memory.
-    """
-    masked = model.device.type == "cpu"
-    for module in model.modules():
-        set_view(module, masked)
-    try:
-        yield
-    finally:
-        for module in model.modules():
-            set_view(module, masked=False)
-
-
-def set_view(module: Any, masked: bool) -> None:
-    """Whether a replacement computes all experts under a mask; others always do."""
-    if isinstance(module, MoesaicReplacement):
-        module.view = as_they_are if masked else None

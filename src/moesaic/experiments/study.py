@@ -240,21 +240,18 @@ class Study:
 
         return self._measured(given, measure)
 
-    def speeds(
-        self, model: str, context: int, against: str | None = None
-    ) -> list[dict[str, Any]]:
+    def speeds(self, model: str, context: int) -> list[dict[str, Any]]:
         """Rows of `moesaic.bench` beside the dense model; times, so never the same twice."""
-        against = against or self.model
         given = {
             "bench": self._name(model),
-            "against": self._name(against),
+            "against": self._name(self.model),
             "context": context,
         }
 
         def measure() -> dict[str, Any]:
             return moesaic.bench(
                 model,
-                against=against,
+                against=self.model,
                 prefill=context,
                 decode=self.scale.decode,
                 batches=self.scale.batches,

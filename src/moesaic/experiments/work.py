@@ -25,10 +25,10 @@ def counted(config: Any) -> float:
     return count_macs(meta_model(config), TOKENS).total / 1e9
 
 
-def planned_macs(config: Any, name: str, layout: str = LAYOUT) -> float:
+def planned_macs(config: Any, name: str) -> float:
     """Billions after a conversion by cmoe, from the dense configuration alone."""
     method = load_method("cmoe")
-    plan = make_plan(config, name, method, make_budget(layout))
+    plan = make_plan(config, name, method, make_budget(LAYOUT))
     return counted(plan.config)
 
 

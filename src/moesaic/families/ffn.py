@@ -66,7 +66,7 @@ class DenseFFN:
         return linear(h_TF, self.down_DF, self.down_bias_D)
 
     def with_unit_rows(self) -> DenseFFN:
-        """The same FFN, every row of gate and up of unit length (recipe cmoe-code)."""
+        """The same FFN, every row of gate and up of unit length (method cmoe-code)."""
         up_FD = normalize(self.up_FD, dim=1)
         gate_FD = self.gate_FD
         if gate_FD is not None:

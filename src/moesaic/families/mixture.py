@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, first_line
 from moesaic.families.ffn import DenseFFN
 from moesaic.families.structure import (
     LLAMA,
@@ -27,7 +27,6 @@ from moesaic.families.structure import (
     activation_of,
     matches,
     random_inputs,
-    reason_of,
     relative_difference,
     tolerance,
 )
@@ -255,7 +254,7 @@ def _check_experts(mixtures: Mixtures, layer: int) -> None:
     try:
         expected_TD = module(x_TD, index_TO, gate_TO)
     except Exception as error:  # a module of another kind may raise anything
-        reason = reason_of(error)
+        reason = first_line(error)
         raise MoesaicError(
             f"{mixtures.name}: the experts of layer {layer} cannot be run ({reason}); "
             f"supported mixtures are {SUPPORTED_MIXTURES}"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, first_line
 from moesaic.families.ffn import DenseFFN
 
 SUPPORTED = (
@@ -314,7 +314,7 @@ def _check_formula(ffns: FFNs, layer: int) -> None:
         ours_TD = ffn.output(h_TF)
         relative = relative_difference(ours_TD, expected_TD)
     except Exception as error:  # a module of another kind may raise anything
-        reason = reason_of(error)
+        reason = first_line(error)
         raise MoesaicError(
             f"{ffns.name}: its FFN {ffns.ffn_path!r} is not called with hidden states "
             f"alone ({reason}); supported are {SUPPORTED}"
@@ -349,11 +349,3 @@ def relative_difference(ours: Tensor, expected: Tensor) -> float:
 def tolerance(dtype: torch.dtype) -> float:
     """The relative difference that rounding makes between equal formulas."""
     return 1e-4 if dtype == torch.float32 else 1e-2
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of an error, or its kind where it says nothing."""
-    lines = str(error).splitlines()
-    if not lines:
-        return type(error).__name__
-    return lines[0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import Any
+
+import torch
 
 from moesaic.errors import MoesaicError
 from moesaic.families.load import choose_device
@@ -23,6 +26,15 @@ def check_options(options: FinetuneOptions) -> None:
     _check_device(options.device)
     _check_teacher(options)
     _check_tensorboard(options.tensorboard)
+
+
+def refuse_float16(model: Any, name: str) -> None:
+    """Gradients leave the range of float16."""
+    if model.dtype == torch.float16:
+        raise MoesaicError(
+            f"{name} is in float16, whose range gradients leave; pass --dtype bfloat16 "
+            "or float32"
+        )
 
 
 def _check_counts(options: FinetuneOptions) -> None:

@@ -30,9 +30,9 @@ def fingerprint(
     as_json = json.dumps(settings)
     return {
         "model": report.model,
-        "weights": _hash_of_weights(student),
+        "weights": hash_of_weights(student),
         "distill": report.distill,
-        "teacher's weights": _hash_of_weights(teacher),
+        "teacher's weights": hash_of_weights(teacher),
         "tune_teacher": report.teacher_tuned,
         "settings": json.loads(as_json),
         "merge": report.merged,
@@ -43,7 +43,7 @@ def fingerprint(
     }
 
 
-def _hash_of_weights(model: Any) -> str | None:
+def hash_of_weights(model: Any) -> str | None:
     """Of every weight's name and checksum: enough to tell models apart, and fast."""
     if model is None:
         return None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError, unknown
 from moesaic.finetune.balance import refit_thresholds
-from moesaic.finetune.checks import check_options
+from moesaic.finetune.checks import check_options, refuse_float16
 from moesaic.finetune.lora import merge
 from moesaic.finetune.options import (
     AUTO_TEACHER,
@@ -35,8 +35,7 @@ from moesaic.finetune.prepare import (
     check_rank,
     windows_and_settings,
 )
-from moesaic.finetune.run import first_windows
-from moesaic.finetune.train import train
+from moesaic.finetune.train import first_windows, train
 from moesaic.modeling import MoEConfig
 
 
@@ -82,11 +81,7 @@ def plan_recovery(
 
     Raises MoesaicError for a text that is too short and a model in float16.
     """
-    if dense.dtype == torch.float16:
-        raise MoesaicError(
-            f"{options.model} is in float16, whose range gradients leave; pass --dtype "
-            "bfloat16 or float32"
-        )
+    refuse_float16(dense, options.model)
     check_rank(options.rank, dense.config)
     has_teacher = options.distill != NO_TEACHER
     windows_NL, settings = windows_and_settings(

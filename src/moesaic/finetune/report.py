@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from moesaic.conversion.plan import public_name
 from moesaic.finetune.balance import Loads
 from moesaic.finetune.lora import rates_that_apply
 from moesaic.finetune.prepare import TrainingInput
@@ -63,10 +63,10 @@ class FinetuneReport:
     @property
     def public_names(self) -> tuple[str, str | None]:
         """Of the model and the one it imitates, without private paths."""
-        model = _public_name(self.model)
+        model = public_name(self.model)
         if self.distill is None:
             return model, None
-        return model, _public_name(self.distill)
+        return model, public_name(self.distill)
 
     def recipe(self) -> dict[str, Any]:
         """What the configuration of the model keeps."""
@@ -104,9 +104,3 @@ def new_report(inputs: TrainingInput, student: Any) -> FinetuneReport:
         report.teacher_perplexity_before = tuned.perplexity_before
         report.teacher_trained_weights = tuned.trained_weights
     return report
-
-
-def _public_name(model: str) -> str:
-    """A folder's name without the folders it lies in; a hub id as it is."""
-    path = Path(model)
-    return path.name if path.exists() else model

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from torch import Tensor
 
 from moesaic.calibration.checks import check_vocabulary
 from moesaic.conversion.layout_search import HELDOUT_TOKENS
@@ -26,7 +25,7 @@ from moesaic.evaluate.perplexity import perplexity
 from moesaic.families.head import check_head
 from moesaic.families.load import load_model
 from moesaic.finetune.balance import measure_loads, refit_thresholds
-from moesaic.finetune.checks import SHARDED, is_set
+from moesaic.finetune.checks import SHARDED, is_set, refuse_float16
 from moesaic.finetune.estimate import training_seconds
 from moesaic.finetune.fingerprint import fingerprint
 from moesaic.finetune.lora import merge as merge_lora
@@ -39,14 +38,11 @@ from moesaic.finetune.prepare import (
     prepare,
 )
 from moesaic.finetune.report import FinetuneReport, new_report
-from moesaic.finetune.save import save_model, write_files
-from moesaic.finetune.train import Trained, gather, train
+from moesaic.finetune.save import heldout_perplexity, save_model, write_files
+from moesaic.finetune.train import Trained, first_windows, gather, train
 from moesaic.output import draft as checkpoint
 from moesaic.parts.products import widened_products
 from moesaic.progress import duration
-
-# Training tokens on which loads, gates and thresholds are measured.
-LOAD_TOKENS = 8192
 
 
 def finetune(
@@ -205,11 +201,7 @@ def load_student(inputs: TrainingInput) -> Any:
     student = load_model(
         options.model, options.dtype, options.trust_remote_code
     )
-    if student.dtype == torch.float16:
-        raise MoesaicError(
-            f"{options.model} is in float16, whose range gradients leave; pass --dtype "
-            "bfloat16 or float32"
-        )
+    refuse_float16(student, options.model)
     check_vocabulary(student, inputs.windows_NL)
     if not is_set("ACCELERATE_USE_FSDP"):
         state = PartialState(cpu=options.use_cpu)
@@ -326,11 +318,8 @@ def tune_teacher(
     )
     report.teacher_trained_weights = trained.weights
     teacher = merge_lora(trained.model)
-    validation = inputs.text.validation
-    if validation is not None and is_first_process(options):
-        length = settings.sequence_length
-        value, _ = perplexity(teacher, validation.ids, length, HELDOUT_TOKENS)
-        report.teacher_perplexity = value
+    if is_first_process(options):
+        report.teacher_perplexity = heldout_perplexity(teacher, inputs)
     return teacher
 
 
@@ -357,9 +346,3 @@ def load_again_if_sharded(trained: Trained, inputs: TrainingInput) -> None:
     options = inputs.options
     model = load_model(options.model, options.dtype, options.trust_remote_code)
     gather(trained, model, inputs.settings)
-
-
-def first_windows(windows_NL: Tensor) -> Tensor:
-    """The training windows on which loads, gates and thresholds are measured."""
-    count = LOAD_TOKENS // windows_NL.shape[1]
-    return windows_NL[: max(1, count)]

@@ -37,8 +37,8 @@ from moesaic.finetune.options import Machine, Settings
 from moesaic.finetune.steps import EachStep
 from moesaic.output.draft import UnfinishedError
 
-# Training tokens on which loads before training and the bias's bound are measured.
-SPREAD_TOKENS = 8192
+# Training tokens on which loads, gates, thresholds and the bias's bound are measured.
+LOAD_TOKENS = 8192
 # Tokens at once, unless said. On a CPU more are no faster, and take more memory.
 GPU_TOKENS = 4096
 CPU_TOKENS = 512
@@ -61,6 +61,12 @@ class Trained:
     sharded: Path | None = None
     loads_after: Loads | None = None
     weights: int = 0
+
+
+def first_windows(windows_NL: Tensor) -> Tensor:
+    """The training windows of the first LOAD_TOKENS tokens; one at least."""
+    count = LOAD_TOKENS // windows_NL.shape[1]
+    return windows_NL[: max(1, count)]
 
 
 def train(
@@ -86,9 +92,7 @@ def train(
     # Measured before wrapping: the balance keeps the biases near where they were.
     routers = routers_of(model)
     centre = [router.selection_bias.clone() for router in routers]
-    count = SPREAD_TOKENS // windows_NL.shape[1]
-    first_windows_NL = windows_NL[: max(1, count)]
-    loads = measure_loads(model, first_windows_NL)
+    loads = measure_loads(model, first_windows(windows_NL))
     wrapped = wrap(model, settings.rank, settings.alpha, settings.freeze_router)
     weights = trained_weights(wrapped)
     balancer = None

@@ -16,9 +16,8 @@ from typing import Any
 
 from accelerate import PartialState
 
-from moesaic.conversion.layout_search import HELDOUT_TOKENS
-from moesaic.evaluate.perplexity import perplexity
 from moesaic.families.load import load_config, load_model
+from moesaic.finetune.fingerprint import hash_of_weights
 from moesaic.finetune.lora import merge
 from moesaic.finetune.options import NO_TEACHER, FinetuneOptions
 from moesaic.finetune.prepare import (
@@ -28,13 +27,16 @@ from moesaic.finetune.prepare import (
     windows_and_settings,
 )
 from moesaic.finetune.run import announce
+from moesaic.finetune.save import heldout_perplexity
 from moesaic.finetune.train import train
 from moesaic.output.atomic import write_file
+from moesaic.output.draft import UnfinishedError
 from moesaic.parts.products import widened_products
 
 # Experts have LoRA weights each. So that the dense model trains about as many.
 DENSE_RANK = 128
 RECORD = "moesaic_dense.json"
+WEIGHTS = "weights.sha256"  # of the dense model that a run was started with
 
 
 def tune_dense(
@@ -45,30 +47,33 @@ def tune_dense(
     The same windows and the same length of run, with LoRA weights of rank 128 (a quarter
     of the hidden size where that is less), and alpha so that alpha over the root of the
     rank stays. A folder that an earlier run has written is taken as it is; one that was
-    killed goes on from its checkpoints. Costs three forward passes for each token, and
-    two over the held-out text. Memory: the dense model and activations.
+    killed goes on from its checkpoints. Raises UnfinishedError where that run had other
+    weights. Costs three forward passes for each token, and two over the held-out text.
+    Memory: the dense model and activations.
     """
-    record = folder / RECORD
-    if record.is_file():
-        return TunedDense(**json.loads(record.read_text("utf-8")))
     name = str(after.distill)
     options = replace(after, model=name, distill=NO_TEACHER)
     inputs = _input(options, text)
     device = PartialState(cpu=options.use_cpu).device
     dense = load_model(name, options.dtype, options.trust_remote_code, device)
+    trainer = folder.with_name(f"{folder.name}-trainer")
+    _check_weights(dense, name, trainer)
+    record = folder / RECORD
+    if record.is_file():
+        return TunedDense(**json.loads(record.read_text("utf-8")))
     with widened_products(dense.dtype, dense.device):
-        before = _measured(dense, inputs)
+        before = heldout_perplexity(dense, inputs)
         announce(dense, inputs)
         trained = train(
             dense,
             inputs.windows_NL,
             inputs.settings,
             options.machine(),
-            folder=folder.with_name(f"{folder.name}-trainer"),
+            folder=trainer,
             resume=True,
         )
         merged = merge(trained.model)
-        afterwards = _measured(merged, inputs)
+        afterwards = heldout_perplexity(merged, inputs)
     tuned = TunedDense(
         folder=str(folder),
         name=name,
@@ -94,13 +99,19 @@ def _input(options: FinetuneOptions, text: TrainingText) -> TrainingInput:
     return TrainingInput(options, settings, text, windows_NL, teacher=None)
 
 
-def _measured(model: Any, inputs: TrainingInput) -> float | None:
-    validation = inputs.text.validation
-    if validation is None:
-        return None
-    length = inputs.settings.sequence_length
-    value, _ = perplexity(model, validation.ids, length, HELDOUT_TOKENS)
-    return value
+def _check_weights(dense: Any, name: str, trainer: Path) -> None:
+    """A killed run goes on with the weights that it was started with."""
+    path = trainer / WEIGHTS
+    now = str(hash_of_weights(dense))
+    if not path.is_file():
+        trainer.mkdir(exist_ok=True)
+        write_file(path, now)
+        return
+    if path.read_text("utf-8") != now:
+        raise UnfinishedError(
+            f"{trainer.parent} was started with other weights of {name}; run with the "
+            "same, or pass --overwrite"
+        )
 
 
 def _write(model: Any, tokenizer: Any, tuned: TunedDense) -> None:

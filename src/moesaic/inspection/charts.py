@@ -84,7 +84,6 @@ def lines(
     series: Sequence[Series],
     *,
     log: bool = False,
-    unit: str = "layer",
 ) -> Markup:
     """Values by layer, a line for each series.
 
@@ -101,7 +100,7 @@ def lines(
     svg = _canvas(title, _HEIGHT)
     _draw_ticks(svg, axis)
     _draw_places(svg, places)
-    _draw_name(svg, unit)
+    _draw_name(svg, "layer")
     for one in series:
         points = [
             (_across(number, len(places)), axis.height(value), place, value)
@@ -114,7 +113,7 @@ def lines(
         _add(svg, "polyline", {"points": path, "class": f"line look{one.look}"})
         for x, y, place, value in points:
             mark = _add(svg, "path", _mark(one.look, x, y))
-            _title(mark, f"{unit} {place}, {one.name}: {short(value)}")
+            _title(mark, f"layer {place}, {one.name}: {short(value)}")
     return _text(svg)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from moesaic.calibration.text import encode, has_heldout_split, to_ids
-from moesaic.conversion.run import under_masks
+from moesaic.conversion.masks import under_masks
 from moesaic.errors import MoesaicError, reason_of
 from moesaic.families.load import (
     choose_device,

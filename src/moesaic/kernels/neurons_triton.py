@@ -5,7 +5,7 @@ sorted. `_run` takes CHUNK neurons of a block's list, reads their rows, and writ
 of the output. `_add` adds the parts up, always in the same order: two runs give the same
 bits. No number goes back to the processor, so a CUDA graph can hold it all.
 
-The sizes of the tiles have not been tuned: no GPU was there.
+It ran right on a GPU, but was not timed there: the sizes of the tiles are not tuned.
 
 Shape suffixes: T tokens, D hidden_size, F neurons (of a block), B blocks, C neurons of a
 chunk, S parts of the output, P bytes of a row of a plane, G groups of inputs.

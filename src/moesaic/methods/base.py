@@ -446,11 +446,7 @@ class LinearMethod(Method):
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
         """One plan, for a share of the weights. Raises MoesaicError for a layout."""
         sparsity = self.sparsity_of(budget)
-        if shape.outer is not None:
-            raise MoesaicError(
-                f"{shape.name} is a mixture of experts, and method {self.name!r} "
-                "replaces linear layers of dense models; take another method"
-            )
+        refuse_mixture(self, shape, "replaces linear layers of dense models")
         paths = self.chosen_paths(shape)
         for path in paths:
             if path not in shape.linears:

@@ -65,8 +65,7 @@ class LayerFit:
     """One FFN on its way: what is known of it, and what the steps so far have made.
 
     `dense` is the FFN as it was. `ffn` is what is cut: the same, but with copies of
-    neurons where experts share them. `energy_F` is that of every neuron's contribution
-    over all tokens.
+    neurons where experts share them.
     """
 
     ffn: DenseFFN
@@ -76,7 +75,6 @@ class LayerFit:
     block: BlockConfig
     generator: np.random.Generator
     statistics: Statistics
-    energy_F: NDArray[np.float64]
     partition: Partition = field(init=False)
     router: Any = None
     made: Made = field(default_factory=Made)
@@ -122,10 +120,6 @@ class ExpertMethod(FFNMethod):
     def repair(self, fit: LayerFit) -> DenseFFN:
         """The FFN's weights, refitted to what the router lets through."""
         return fit.ffn
-
-    def without_repair(self) -> ExpertMethod:
-        """The same method, whose repair leaves the weights as they are."""
-        return self
 
     def assemble(self, fit: LayerFit, repaired: DenseFFN) -> MoesaicReplacement:
         """The module that holds the partition's neurons and the router."""
@@ -205,7 +199,6 @@ class ExpertMethod(FFNMethod):
             block=self.block(shape),
             generator=generator,
             statistics=statistics,
-            energy_F=energy_F,
         )
         fit.made.energy_F = energy_F
         fit.made.static_N = static_neurons(energy_F, sizes, fit.device)
@@ -257,7 +250,6 @@ def spread_out(fit: LayerFit) -> LayerFit:
     index_N = torch.from_numpy(neurons_N).to(fit.device)
     fit.ffn = fit.ffn.subset(index_N)
     fit.statistics = fit.statistics.subset(neurons_N)
-    fit.energy_F = fit.energy_F[neurons_N]
     # The copies lie in the partition's order: shared ones first, then every expert's.
     shared = len(partition.shared_S)
     places_N = np.arange(len(neurons_N))

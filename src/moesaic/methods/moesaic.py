@@ -76,7 +76,7 @@ class Moesaic(ExpertMethod):
     """Experts of one size, K of them for every token, chosen by a matrix product.
 
     With `directions` the router also reads products of pairs of so many directions of
-    its input, at the price of stock architectures, and of our kernels on a GPU.
+    its input, at the price of stock architectures; our kernels on a GPU take up to 16.
     """
 
     description = METHODS["moesaic"]
@@ -118,9 +118,9 @@ class Moesaic(ExpertMethod):
     layer_budgets: str = setting(  # type: ignore[misc]
         "uniform",
         "How many experts each layer runs: uniform, all in the first layers and fewer in "
-        "the others (dense-first), or as many as gradients or curves say. Stock exports "
-        "need one of the first two.",
-        choices=(*LAYER_BUDGETS, "curves", "dense-first"),
+        "the others (dense-first), or as many as gradients say. Stock exports need one of "
+        "the first two.",
+        choices=(*LAYER_BUDGETS, "dense-first"),
     )
 
     def __post_init__(self) -> None:
@@ -184,9 +184,6 @@ class Moesaic(ExpertMethod):
             mask,
             undo_drift=self.undo_drift,
         )
-
-    def without_repair(self) -> Moesaic:
-        return replace(self, repair_by="none", intercept=False, up_steps=0)
 
     def _importance(self, fit: LayerFit) -> NDArray[np.float64]:
         if self.importance == "contribution":
@@ -264,15 +261,8 @@ class MoesaicDynamic(Moesaic):
     layer_budgets: str = setting(  # type: ignore[misc]
         "gradient",
         "How many experts each layer runs: uniform, or as many as are worth most.",
-        choices=(*LAYER_BUDGETS, "curves"),
+        choices=LAYER_BUDGETS,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cap is not None and self.layer_budgets == "curves":
-            raise self._contradiction(
-                "layer_budgets=curves knows no cap; take gradient or uniform, or no cap"
-            )
 
     def router_config(self, ffn: FFNShape) -> RouterConfig:
         config = super().router_config(ffn)

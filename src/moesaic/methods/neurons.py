@@ -112,7 +112,7 @@ class MoesaicNeurons(ExpertMethod):
     # share neurons read more bytes than was asked for: not by default.
     layer_budgets: str = setting(  # type: ignore[misc]
         "uniform",
-        "How many neurons each layer runs: uniform, or as many as are worth most (five "
+        "How many neurons each layer runs: uniform, or as many as are worth most (three "
         "trial conversions; with copies up to a tenth of the FFNs' bytes more).",
         choices=LAYER_BUDGETS,
     )

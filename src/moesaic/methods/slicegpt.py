@@ -15,7 +15,13 @@ from typing import Any
 
 from moesaic.calibration.checks import check_on
 from moesaic.errors import MoesaicError
-from moesaic.methods.base import Budget, ModelMethod, ModelShape, setting
+from moesaic.methods.base import (
+    Budget,
+    ModelMethod,
+    ModelShape,
+    refuse_mixture,
+    setting,
+)
 from moesaic.methods.contents import METHODS
 from moesaic.modeling import MoEConfig
 from moesaic.parts.rotation import rotate, rotate_blocks, stream_axes
@@ -64,11 +70,7 @@ class SliceGPT(ModelMethod):
                 f"{shape.name} ({family}) cannot be rotated: method {self.name!r} wants "
                 f"RMSNorms before each block, as in {known}; take another method"
             )
-        if shape.outer is not None:
-            raise MoesaicError(
-                f"{shape.name} is a mixture of experts, and method {self.name!r} "
-                "rotates dense models; take another method"
-            )
+        refuse_mixture(self, shape, "rotates dense models")
         width = shape.ffn.hidden_size
         heads = shape.config["num_attention_heads"]
         # transformers wants a width that is a multiple of the heads.

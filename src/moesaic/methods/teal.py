@@ -14,58 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moesaic.calibration.ffn_inputs import FFNInputs
-from moesaic.calibration.linear_trial import LinearTrial
-from moesaic.methods.base import LINEARS, LinearMethod, ModelShape, setting
 from moesaic.methods.contents import METHODS
-from moesaic.modeling import MoesaicThresholdedLinear
-from moesaic.parts.inputs import SHARES, greedy_shares, keep_largest
+from moesaic.methods.largest_inputs import LargestInputs
 
 
 @dataclass(frozen=True)
-class Teal(LinearMethod):
+class Teal(LargestInputs):
     """The largest inputs by magnitude."""
 
     description = METHODS["teal"]
 
-    where: str = setting(
-        "all", "Which linear layers skip inputs.", choices=LINEARS
-    )
-    shares: str = setting(
-        "greedy",
-        "Whether matrices of a block skip what costs its output least, or all the same "
-        "share.",
-        choices=SHARES,
-    )
-    tokens: int = setting(
-        1024,
-        "Calibration tokens that the search is judged on; one window at least.",
-        64,
-    )
-
-    def chosen_paths(self, shape: ModelShape) -> tuple[str, ...]:
-        return shape.linears_where(self.where)
-
-    def shares_of_layer(self, trial: LinearTrial, share: float) -> list[float]:
-        if self.shares == "equal" or share == 1:
-            return []
-        scales = [scale_of(linear) for linear in trial.linears]
-        return greedy_shares(trial, share, scales, self.tokens)
-
-    def convert_linear(
-        self,
-        weights: nn.Linear,
-        inputs: FFNInputs,
-        share: float,
-        generator: np.random.Generator,
-    ) -> MoesaicThresholdedLinear:
-        return keep_largest(weights, inputs, share, scale_of(weights))
-
-
-def scale_of(linear: nn.Linear) -> Tensor:
-    """Ones (I,): magnitude alone counts."""
-    return torch.ones(linear.in_features, device=linear.weight.device)
+    def scale_of(self, linear: nn.Linear) -> Tensor:
+        """Ones: magnitude alone counts."""
+        return torch.ones(linear.in_features, device=linear.weight.device)

@@ -11,7 +11,7 @@ that carry them.
 
 from transformers import AutoConfig
 
-from .block_moesaic import MoesaicBlock, MoesaicSharedExpert
+from .block_moesaic import MoesaicBlock
 from .copies_moesaic import GROUP, MoesaicCopy, packed, unpacked
 from .experts_moesaic import MoesaicExperts
 from .hierarchy_moesaic import MoesaicHierarchy
@@ -21,7 +21,7 @@ from .int8_neurons_moesaic import (
     MoesaicInt8Rows,
     MoesaicRest,
 )
-from .linears_moesaic import LINEAR_REPLACEMENTS, MoesaicThresholdedLinear
+from .linears_moesaic import MoesaicThresholdedLinear
 from .mean_block_moesaic import MoesaicMeanBlock
 from .modeling_moesaic import (
     REPLACEMENTS,
@@ -48,7 +48,6 @@ from .moe_config_moesaic import (
 from .neuron_routers_moesaic import (
     MoesaicCopyRouter,
     MoesaicGateRouter,
-    MoesaicNeuronRouter,
     MoesaicSketchRouter,
     new_neuron_router,
 )
@@ -85,7 +84,6 @@ AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
 __all__ = [
     "COPY_BITS",
     "GROUP",
-    "LINEAR_REPLACEMENTS",
     "REPLACEMENTS",
     "REST_BITS",
     "BlockConfig",
@@ -107,7 +105,6 @@ __all__ = [
     "MoesaicMLPRouter",
     "MoesaicMeanBlock",
     "MoesaicNeuronCopyRouter",
-    "MoesaicNeuronRouter",
     "MoesaicNeurons",
     "MoesaicPairProjection",
     "MoesaicProjection",
@@ -116,7 +113,6 @@ __all__ = [
     "MoesaicReplacement",
     "MoesaicRest",
     "MoesaicRouter",
-    "MoesaicSharedExpert",
     "MoesaicSketchRouter",
     "MoesaicThresholdedLinear",
     "MoesaicUnitMLPRouter",

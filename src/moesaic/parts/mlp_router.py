@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     normalize,
@@ -102,8 +102,6 @@ def train_mlp_router(
     """
     held = max(len(x_TD) // VALIDATED, 1)
     fitted = max(len(x_TD) - held, 1)
-    weights = [router.hidden_proj.weight, router.score_proj.weight]
-    best = [weight.detach().clone() for weight in weights]
     best_share = kept_share(router, x_TD[-held:], mass_TR[-held:])
     # On the CPU: the same order wherever the model is.
     generator = torch.Generator().manual_seed(seed)
@@ -111,6 +109,11 @@ def train_mlp_router(
         # What was made in inference mode cannot be differentiated.
         x_TD = x_TD.clone()
         mass_TR = mass_TR.clone()
+        weights = []
+        for projection in (router.hidden_proj, router.score_proj):
+            projection.weight = nn.Parameter(projection.weight.clone())
+            weights.append(projection.weight)
+        best = [weight.detach().clone() for weight in weights]
         adam = torch.optim.Adam(weights, lr=rate)
         for _ in range(epochs):
             order_T = torch.randperm(fitted, generator=generator)

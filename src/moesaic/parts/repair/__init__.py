@@ -5,7 +5,6 @@ the one that is best on tokens it was not fitted to, or none.
 """
 
 from moesaic.parts.repair.choose import (
-    NOTHING,
     Kept,
     Repair,
     choose_repairs,
@@ -15,11 +14,7 @@ from moesaic.parts.repair.least_squares import TOKENS_PER_NEURON, least_squares
 from moesaic.parts.repair.mean import mean_compensation
 from moesaic.parts.repair.moments import Moments
 
-REPAIRS = ("none", "mean", "least-squares")
-
 __all__ = [
-    "NOTHING",
-    "REPAIRS",
     "TOKENS_PER_NEURON",
     "Kept",
     "Moments",
