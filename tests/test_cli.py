@@ -167,7 +167,7 @@ def test_a_purpose_chooses_the_method_and_says_what_it_can_gain(
     ("routed", "kind", "chooser", "told"),
     [
         (128, "linear", "topk", "transformers 0.82 to 1.11"),
-        (248, "linear", "topk", "256 experts in transformers 1.26"),
+        (248, "linear", "topk", "256 experts in transformers 0.94"),
         (31, "quadratic", "threshold", "128 experts in transformers 0.84"),
         (31, "quadratic", "topk", "None"),
         (31, "units", "threshold", "None"),
@@ -1035,7 +1035,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("moesaic.cli.demo_run.HELDOUT_TOKENS", 4096)
     monkeypatch.setattr("moesaic.cli.demo_run.SAMPLES", 8)
     with monkeypatch.context() as patch:
-        patch.setattr("moesaic.cli.demo_run.RECIPES", ("static",))
+        patch.setattr("moesaic.cli.demo_run.METHODS_SHOWN", ("static",))
         assert run("demo", "--output", tmp_path / "demo")[0] == 0
     code, _, error = run("demo", "--output", tmp_path / "demo")
     assert code == 2

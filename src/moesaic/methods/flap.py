@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from moesaic.calibration.ffn_inputs import FFNInputs
 from moesaic.families import DenseFFN
-from moesaic.methods.base import setting
+from moesaic.layout import Layout
+from moesaic.methods.base import FFNShape, setting
 from moesaic.methods.contents import METHODS
-from moesaic.methods.expert_method import LayerFit
-from moesaic.methods.static import Static
+from moesaic.methods.expert_method import ExpertMethod, LayerFit
 from moesaic.modeling import Sizes
 from moesaic.parts.importance import split_shared, variance
 from moesaic.parts.partition import NO_EXPERTS, Partition
@@ -34,7 +35,7 @@ WIDTHS = ("global", "equal")
 
 
 @dataclass(frozen=True)
-class Flap(Static):
+class Flap(ExpertMethod):
     """Keeps the neurons of largest fluctuation, and the mean of the others."""
 
     description = METHODS["flap"]
@@ -61,10 +62,21 @@ class Flap(Static):
         widths = global_widths(scores, total=sizes.active * len(scores))
         return [replace(sizes, shared=width) for width in widths]
 
+    def sizes(self, layout: Layout, intermediate_size: int) -> Sizes:
+        """As many neurons as the layout runs for a token, and no experts."""
+        active = layout.sizes(intermediate_size).active
+        return Sizes(active, 0, 0, 0, intermediate_size)
+
+    def router_config(self, ffn: FFNShape) -> None:
+        return None
+
     def partition(self, fit: LayerFit) -> Partition:
         fluctuation_F = variance(fit.statistics, fit.ffn)
         kept_S, _ = split_shared(fluctuation_F, fit.sizes.shared)
         return Partition(kept_S, NO_EXPERTS)
+
+    def make_router(self, fit: LayerFit) -> Any:
+        return None
 
     def repair(self, fit: LayerFit) -> DenseFFN:
         """The FFN with an output bias: what the pruned neurons add on average."""

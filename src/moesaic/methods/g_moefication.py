@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from moesaic.calibration.statistics import Statistics
 from moesaic.families import DenseFFN
@@ -27,32 +28,61 @@ from moesaic.methods.base import (
     ModelShape,
     block_config,
     refuse_mixture,
+    setting,
 )
 from moesaic.methods.contents import METHODS
 from moesaic.methods.expert_method import LayerFit
-from moesaic.methods.moefication import MoEfication
+from moesaic.methods.router_choice import RouterChoice, router_setting
 from moesaic.modeling import (
     BlockConfig,
     MoEConfig,
     MoesaicReplacement,
+    RouterConfig,
 )
 from moesaic.parts.carve import carve
+from moesaic.parts.clustering import alike_rows
 from moesaic.parts.mlp_router import trained_mlp_router
+from moesaic.parts.partition import Partition
 
 
 @dataclass(frozen=True)
-class GMoEfication(MoEfication):
+class GMoEfication(RouterChoice):
     """MoEfication's experts; neurons that do not run take their mean and not 0."""
 
     description = METHODS["g-moefication"]
+    experts = 8
+    shared_experts = 0
+    fits_weights = True
+
+    kmeans_rounds: int = setting(20, "Rounds of balanced k-means, at most.", 1)
+    epochs: int = setting(
+        30, "Passes over the tokens that train the router.", 0
+    )
+    rate: float = setting(0.01, "Adam's rate while it trains.", 0)
+    router: str = router_setting("mlp", "the trained network")
 
     def plans(self, shape: ModelShape, budget: Budget) -> list[MoEConfig]:
         refuse_mixture(self, shape, "keeps a mean for every expert of a layer")
         return super().plans(shape, budget)
 
+    def own_router_config(self, ffn: FFNShape) -> RouterConfig:
+        return RouterConfig("unit-mlp", "topk")
+
     def block(self, ffn: FFNShape) -> BlockConfig:
         router = self.router_config(ffn)
         return block_config(ffn, router, replacement="experts-with-means")
+
+    def partition(self, fit: LayerFit) -> Partition:
+        """MoEfication's: balanced k-means on unit rows of W_up."""
+        row_FD = normalize(fit.ffn.up_FD.float(), dim=1)
+        return alike_rows(
+            row_FD,
+            fit.statistics,
+            fit.ffn,
+            fit.sizes,
+            self.kmeans_rounds,
+            fit.generator,
+        )
 
     def make_own_router(self, fit: LayerFit) -> Any:
         """Trained on the sum of every expert's (h - mean h)^2."""
