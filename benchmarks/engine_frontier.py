@@ -89,7 +89,7 @@ class Frontier:
                 row["perplexity"] = known
             elif "perplexity" not in row:
                 row["perplexity"] = self.perplexity(model)
-                self.save()
+            self.save()
             if not self.options.perplexity_only and "decode-16" not in row:
                 for regime in REGIMES:  # all over the same dense times
                     row.pop(regime, None)

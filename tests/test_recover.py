@@ -201,12 +201,6 @@ def test_a_run_that_trains_the_dense_model_goes_on_where_it_was_killed(
     def die(*arguments: Any, **others: Any) -> Any:
         raise Killed
 
-    def die_in_step(self: Any, *arguments: Any) -> Any:
-        is_student = self.teacher is not None
-        if self.state.global_step == 5 and is_student == (part == "student"):
-            raise Killed
-        return step(self, *arguments)
-
     if part == "record":
         monkeypatch.setattr(tune_dense_module, "write_file", die_at(tune_dense_module.RECORD))
     elif part == "layer":
@@ -214,7 +208,7 @@ def test_a_run_that_trains_the_dense_model_goes_on_where_it_was_killed(
     elif part == "between":
         monkeypatch.setattr(recover_module, "run", die)
     else:
-        monkeypatch.setattr(RecoveryTrainer, "training_step", die_in_step)
+        monkeypatch.setattr(RecoveryTrainer, "training_step", killed_in_training(part))
     with pytest.raises(Killed):
         recovered(dense, tmp_path / "out", command="x", tune_dense=True)
     monkeypatch.undo()
@@ -243,6 +237,19 @@ def test_a_run_that_trains_the_dense_model_goes_on_where_it_was_killed(
     assert first_steps == expected[part]
 
 
+def killed_in_training(part: str) -> Callable[..., Any]:
+    """A training step that is killed after five of the student, or of the dense model."""
+    step = RecoveryTrainer.training_step
+
+    def die_in_step(self: Any, *arguments: Any) -> Any:
+        is_student = self.teacher is not None
+        if self.state.global_step == 5 and is_student == (part == "student"):
+            raise Killed
+        return step(self, *arguments)
+
+    return die_in_step
+
+
 def die_at(name: str) -> Callable[[Path, str], None]:
     """Writes files, but that of this name."""
 
@@ -260,15 +267,7 @@ def test_a_run_with_a_dense_model_of_other_weights_is_refused(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(dense, model)
-    step = RecoveryTrainer.training_step
-
-    def die_in_step(self: Any, *arguments: Any) -> Any:
-        is_student = self.teacher is not None
-        if self.state.global_step == 5 and is_student == (part == "student"):
-            raise Killed
-        return step(self, *arguments)
-
-    monkeypatch.setattr(RecoveryTrainer, "training_step", die_in_step)
+    monkeypatch.setattr(RecoveryTrainer, "training_step", killed_in_training(part))
     with pytest.raises(Killed):
         recovered(model, tmp_path / "out", command="x", tune_dense=True)
     monkeypatch.undo()
