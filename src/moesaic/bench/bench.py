@@ -114,7 +114,6 @@ def bench(
         "models": len(names),
         "most_at_once": max(regime.batch for regime in kept),
     }
-    rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         workers = []
         for name, config in zip(names, configs, strict=True):
@@ -126,21 +125,7 @@ def bench(
             }
             worker = started(found, python, settings | own)
             workers.append(stack.enter_context(worker))
-        for regime in kept:
-            try:
-                times = _timed(workers, regime, rounds, progress)
-            except MoesaicError as error:
-                if not rows:
-                    raise
-                skipped.append(f"batch {regime.batch}: {error}")
-                break
-            for kind in KINDS:
-                row = _row(regime, kind, times)
-                row["floor"] = None
-                if against is not None:
-                    ours, dense = counted
-                    row["floor"] = floor_of(ours, dense, regime, kind)
-                rows.append(row)
+        rows, stopped = _rows(workers, kept, counted, rounds, progress)
         about = [worker.about for worker in workers]
         notes = {note for worker in workers for note in worker.notes}
     formats = [_format_of(config, dtype) for config in configs]
@@ -158,7 +143,7 @@ def bench(
         "rounds": rounds,
         "rows": rows,
         "load_seconds": [one["load_seconds"] for one in about],
-        "skipped": skipped,
+        "skipped": skipped + stopped,
     }
 
 
@@ -324,6 +309,32 @@ def _timed(
             if number > 0:
                 of_worker.append(values)
     return times
+
+
+def _rows(
+    workers: list[Worker],
+    regimes: list[Regime],
+    counted: list[Counted | None],
+    rounds: int,
+    progress: Callable[[str], Any],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Two of each regime, up to the one that stops an engine, and why it did."""
+    rows: list[dict[str, Any]] = []
+    for regime in regimes:
+        try:
+            times = _timed(workers, regime, rounds, progress)
+        except MoesaicError as error:
+            if not rows:
+                raise
+            return rows, [f"batch {regime.batch}: {error}"]
+        for kind in KINDS:
+            row = _row(regime, kind, times)
+            row["floor"] = None
+            if len(counted) == 2:
+                ours, dense = counted
+                row["floor"] = floor_of(ours, dense, regime, kind)
+            rows.append(row)
+    return rows, []
 
 
 def _row(

@@ -53,9 +53,10 @@ def convert_command(
         str | None,
         typer.Option(
             "--for",
-            help="What is to be fast: prefill (prompts), decode (answers, one at a "
-            "time) or batch (many answers at once). Chooses the method, where --method "
-            "does not.",
+            help="What is to be fast. Chooses the method, where --method does not. "
+            "prefill (prompts): moesaic. decode (answers, one at a time): "
+            "moesaic-neurons, which no stock engine runs. batch (many answers at once): "
+            "static-repaired.",
         ),
     ] = None,
     settings: Annotated[

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 LLAMA_CPP_SPEED = (
     "speed: in llama.cpp on a CPU experts take longer than the dense model (SmolLM2, 25 % "
-    "skipped: a prompt 1.7 to 5.8 times as long, a token 1.2 to 1.6 times); moesaic bench "
-    "measures yours, docs/speed.md tells more"
+    "skipped, same number format: a prompt 1.7 to 5.8 times as long, a token 1.2 to 1.6 "
+    "times); moesaic bench measures yours, docs/speed.md tells more"
 )
 
 
