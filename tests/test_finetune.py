@@ -22,6 +22,7 @@ import moesaic
 from moesaic.calibration.checks import checksum
 from moesaic.cli import main as cli
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.work import meta_model
 from moesaic.families.load import load_model
 from moesaic.finetune import checks as checks_module
 from moesaic.finetune import run as run_module
@@ -35,6 +36,7 @@ from moesaic.finetune.lora import (
     parameter_groups,
     rates_that_apply,
     routers_of,
+    weights_of_lora,
     wrap,
 )
 from moesaic.finetune.masked import masked, straight_through
@@ -500,6 +502,53 @@ def test_a_killed_run_resumes_to_the_same_bits(
         assert (tmp_path / "whole" / name).read_text() == (tmp_path / "out" / name).read_text()
 
 
+def test_a_resumed_run_saves_as_often_as_it_is_told_now(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(self: Any, *arguments: Any) -> Any:
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+        return step(self, *arguments)
+
+    saved = []
+    save = RecoveryTrainer._save_checkpoint
+
+    def note(self: Any, *arguments: Any) -> None:
+        saved.append(self.state.global_step)
+        save(self, *arguments)
+
+    step = RecoveryTrainer.training_step
+    monkeypatch.setattr(RecoveryTrainer, "training_step", kill)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(folder, tmp_path / "out", checkpoint_every=3)
+    monkeypatch.undo()
+    monkeypatch.setattr(RecoveryTrainer, "_save_checkpoint", note)
+    tuned(folder, tmp_path / "out", checkpoint_every=1, resume=True)
+    assert saved == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_model_is_not_replaced_by_what_it_becomes(
+    folder: Path, tmp_path: Path, merge: bool
+) -> None:
+    """An adapter would be one for a model that is gone."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    (tmp_path / "link").symlink_to(model)
+    for output in (model, tmp_path / "link"):
+        with pytest.raises(MoesaicError, match="is the model itself; choose another folder"):
+            tuned(model, output, overwrite=True, merge=merge)
+    assert (model / "config.json").is_file()
+
+
+def test_weights_of_lora_are_counted_before_there_are_any(folder: Path) -> None:
+    model = load_model(folder)
+    counted = weights_of_lora(meta_model(model.config), 4)
+    wrapped = wrap(model, 4, 8, freeze_router=False)
+    lora = [weight for name, weight in wrapped.named_parameters() if "lora_" in name]
+    assert counted == sum(weight.numel() for weight in lora)
+
+
 def test_a_loss_that_turns_nan_stops_before_the_step(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -751,6 +800,14 @@ def test_a_checkpoint_that_is_not_whole_gives_way_to_the_one_before(tmp_path: Pa
     (tmp_path / "checkpoint-2/trainer_state.json").write_text('{"epoch": ')
     (tmp_path / "checkpoint-3/adapter_model.safetensors").write_bytes(b"")
     (tmp_path / "checkpoint-4/trainer_state.json").unlink()
+    whole = {"step": torch.ones(1000)}
+    for step, name in ((5, "optimizer.pt"), (6, "rng_state.pth")):
+        folder = tmp_path / f"checkpoint-{step}"
+        shutil.copytree(tmp_path / "checkpoint-1", folder)
+        torch.save(whole, folder / name)
+        cut = (folder / name).read_bytes()[:-100]
+        (folder / name).write_bytes(cut)
+    torch.save(whole, tmp_path / "checkpoint-1/optimizer.pt")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     (tmp_path / "checkpoint-1/trainer_state.json").write_text("")

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import moesaic
 from moesaic.cli import main as cli
@@ -79,6 +81,25 @@ def test_measured_models_get_rates_that_helped_them() -> None:
 )
 def test_a_batch_leaves_48_steps(windows: int, processes: int, expected: int) -> None:
     assert usual_batch_size(windows, processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("windows", "epochs", "expected"),
+    [(31, 25, 15), (64, 12, 16), (100, 4, 5), (17, 48, 16), (10, 2, 1)],
+)
+def test_several_epochs_leave_out_few_windows(windows: int, epochs: int, expected: int) -> None:
+    size = usual_batch_size(windows, epochs=epochs)
+    assert size == expected
+
+
+@given(windows=st.integers(1, 400), epochs=st.integers(1, 40), processes=st.integers(1, 4))
+def test_no_batch_is_too_large_for_48_steps(windows: int, epochs: int, processes: int) -> None:
+    size = usual_batch_size(windows, processes, epochs)
+    assert size % processes == 0
+    assert size == processes or windows // size * epochs >= 48
+    larger = size + processes
+    if epochs == 1 and larger <= 16:
+        assert windows // larger < 48
 
 
 @pytest.fixture(scope="module")

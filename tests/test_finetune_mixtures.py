@@ -46,6 +46,25 @@ def test_wrapping_trains_experts_and_sub_routers_and_leaves_outer_routers(family
     assert all("lora_" in n or "router.modules_to_save" in n for n in trained)
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_dense_model_trains_its_experts_too(family: str) -> None:
+    """It is what the converted mixture is divided by, whose experts are trained."""
+    windows = tokens(4, CONTEXT, seed=2)
+    dense = tiny_mixture(family)
+    before = {name: weight.clone() for name, weight in dense.state_dict().items()}
+    done = train(dense, windows, settings(samples=4, mix=Mix()), CPU)
+    expected = logits(done.model)
+    merged = merge(done.model)
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+    after = merged.state_dict()
+    fused = [name for name, weight in after.items() if weight.ndim == 3]
+    assert fused
+    assert not any(torch.equal(after[name], before[name]) for name in fused)
+    ends = ("gate.weight", "router.layer.weight")
+    outer_routers = [name for name in after if name.endswith(ends)]
+    assert all(torch.equal(after[name], before[name]) for name in outer_routers)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "granitemoe"])
 def test_training_lowers_the_loss_and_merging_changes_nothing(family: str, tmp_path: Path) -> None:
     windows = tokens(4, CONTEXT, seed=2).repeat(16, 1)

@@ -215,6 +215,20 @@ def test_a_draft_that_says_nothing_of_its_run_is_not_resumed(tmp_path: Path, tex
         pass
 
 
+def test_what_was_replaced_goes_if_a_run_is_killed_before_it_does(tmp_path: Path) -> None:
+    """Else the next run cannot put aside what it replaces."""
+    output = tmp_path / "out"
+    output.mkdir()
+    with pytest.raises(KeyboardInterrupt), drafts.open_draft(output, {}, resume=False):
+        raise KeyboardInterrupt
+    old = drafts.draft_folder(output) / "old"
+    old.mkdir()
+    (old / "config.json").write_text("{}")
+    with drafts.open_draft(output, {}, resume=True) as again:
+        assert not (again / "old").exists()
+    assert output.is_dir()
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [

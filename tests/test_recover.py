@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +279,46 @@ def test_a_run_with_a_dense_model_of_other_weights_is_refused(
     with pytest.raises(MoesaicError, match="was started with other weights of"):
         recovered(model, tmp_path / "out", command="x", resume=True, tune_dense=True)
     assert (tmp_path / "out.partial").is_dir()  # nothing is lost
+
+
+def test_a_failed_conversion_keeps_the_trained_dense_model(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the draft is moved before the run goes on."""
+
+    def fail(*arguments: Any) -> Any:
+        raise MoesaicError("no luck")
+
+    monkeypatch.setattr(recover_module, "convert_prepared", fail)
+    with pytest.raises(MoesaicError, match="no luck"):
+        recovered(dense, tmp_path / "out", tune_dense=True, command="x")
+    monkeypatch.undo()
+    draft = tmp_path / "out.partial"
+    assert (draft / "dense" / "config.json").is_file()
+    assert not list(draft.glob("dense-trainer/checkpoint-*"))
+    draft.rename(tmp_path / "moved.partial")
+    monkeypatch.setattr(tune_dense_module, "train", fail)
+    _, report = recovered(dense, tmp_path / "moved", tune_dense=True, command="x", resume=True)
+    assert report.recovery["teacher_tuned"]
+
+
+def test_room_for_models_and_checkpoints_is_asked_for(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=0)
+    monkeypatch.setattr(drafts.shutil, "disk_usage", lambda path: free)
+    message = r"the model takes (.*) MB more, the disk has 0\.0 MB free"
+    missing = []
+    for tune_dense in (False, True):
+        with pytest.raises(MoesaicError, match=message) as caught:
+            recovered(dense, tmp_path / "out", tune_dense=tune_dense)
+        found = re.search(message, str(caught.value))
+        assert found is not None
+        missing.append(float(found[1]))
+    models = sum(path.stat().st_size for path in dense.glob("*.safetensors")) / 1e6
+    assert missing[0] > 2 * models
+    assert missing[1] > missing[0] + models
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_training_keeps_the_conversion(

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from moesaic.cli.options import JsonFile, Trust, check_json_file, write_json
+from moesaic.cli.options import (
+    JsonFile,
+    Trust,
+    check_apart,
+    check_json_file,
+    write_json,
+)
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import explained, folded, out
 from moesaic.errors import MoesaicError
@@ -88,7 +94,7 @@ def export_command(
         return
     if format is None or output is None:
         raise MoesaicError("export needs --format and --output (or --explain)")
-    _check_apart(json_file, output)
+    check_apart(json_file, output)
     size = _scale_of(epsilon)
     quieten()
     from moesaic.export.run import export
@@ -123,17 +129,6 @@ def _explain(
     if any(not found[name] for name in GGUF):
         out.print(LLAMA_CPP_SPEED)
     write_json(json_file, found)
-
-
-def _check_apart(json_file: Path | None, output: Path) -> None:
-    """Refuses a --json that would lie in the output."""
-    if json_file is None:
-        return
-    place = json_file.absolute()
-    if output.absolute() in (place, *place.parents):
-        raise MoesaicError(
-            f"--json {json_file} is the output, or inside it; choose another file"
-        )
 
 
 def _scale_of(epsilon: str) -> float | None:

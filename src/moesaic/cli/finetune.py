@@ -16,13 +16,13 @@ from moesaic.cli.options import (
     Seed,
     SequenceLength,
     Trust,
+    check_apart,
     check_json_file,
     typed_command,
     write_json,
 )
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import DEAD, explained, out
-from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
     from moesaic.finetune.report import FinetuneReport
@@ -155,13 +155,7 @@ def finetune_command(
 ) -> None:
     """Make a converted model better by a little training."""
     check_json_file(json_file)
-    if (
-        json_file is not None
-        and output.absolute() in json_file.absolute().parents
-    ):
-        raise MoesaicError(
-            f"--json {json_file} is inside the output; choose another file"
-        )
+    check_apart(json_file, output)
     quieten()
     from accelerate import PartialState
 
@@ -231,6 +225,10 @@ def _print(report: FinetuneReport, output: Path) -> None:
                 f"{new['experts_per_token']:.2f}",
             )
         out.print(table)
+    if report.heldout is None:
+        out.print(
+            "perplexity was not measured: the text is too short to hold any out"
+        )
     if report.perplexity is not None:
         out.print(
             f"perplexity on {report.heldout} ({report.heldout_tokens} tokens): "

@@ -135,7 +135,7 @@ def _less_memory() -> str:
 
 
 def _how_to_go_on() -> str:
-    if sys.argv[1] in {"convert", "finetune"}:
+    if sys.argv[1] in {"convert", "finetune", "compare"}:
         return "; what had begun goes on with --resume"
     if sys.argv[1] == "reproduce":
         return "; the same command goes on"

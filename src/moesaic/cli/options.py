@@ -138,6 +138,17 @@ def check_json_file(path: Path | None) -> None:
         raise refused from error
 
 
+def check_apart(path: Path | None, output: Path) -> None:
+    """Refuses a --json that would lie in the output, or in its place."""
+    if path is None:
+        return
+    place = path.absolute()
+    if output.absolute() in (place, *place.parents):
+        raise MoesaicError(
+            f"--json {path} is the output, or inside it; choose another file"
+        )
+
+
 def write_json(path: Path | None, values: Any) -> None:
     """Writes the numbers of a command to the file that --json names."""
     if path is None:

@@ -81,10 +81,11 @@ def time_lines(plan: Plan, purpose: str | None) -> list[str]:
         )
     floor = None if purpose is None else floors[purpose]
     if purpose is not None and floor is not None and floor > SAVES_NOTHING:
-        lines.append(
-            f"warning: nothing is saved for {purpose}; leave --method out to get "
-            f"{METHOD_FOR[purpose]}"
-        )
+        suited = METHOD_FOR[purpose]
+        advice = f"leave --method out to get {suited}"
+        if plan.method.name == suited:
+            advice = "skip more, by --sparsity"
+        lines.append(f"warning: nothing is saved for {purpose}; {advice}")
     return lines
 
 

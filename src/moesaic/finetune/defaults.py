@@ -23,14 +23,25 @@ HIGHEST_RATE = (
 )
 
 
-def usual_batch_size(windows: int, processes: int = 1) -> int:
+def usual_batch_size(windows: int, processes: int = 1, epochs: int = 1) -> int:
     """Windows of one optimiser step: 16, or fewer where that leaves under 48 steps.
 
-    A multiple of the number of processes, which share a step's windows.
+    A multiple of the number of processes, which share a step's windows. The windows that
+    no whole step is left for are the same in all epochs. With several the size is the
+    one that leaves out the fewest, if it need not be less than half for that.
     """
-    size = min(PAPER_BATCH, windows // LEAST_STEPS)
-    shared_evenly = size // processes * processes
-    return max(processes, shared_evenly)
+    allowed = [
+        size
+        for size in range(processes, PAPER_BATCH + 1, processes)
+        if windows // size * epochs >= LEAST_STEPS
+    ]
+    if not allowed:
+        return processes
+    largest = allowed[-1]
+    if epochs == 1:
+        return largest
+    of_half = [size for size in allowed if 2 * size >= largest]
+    return max(of_half, key=lambda size: (windows // size * size, size))
 
 
 def usual_rate(steps: int, hidden_size: int, has_teacher: bool) -> float:

@@ -7,11 +7,15 @@ weights (`modules_to_save`).
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import transformers_weight_conversion as weight_conversion
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -102,7 +106,7 @@ def targets(model: Any) -> tuple[list[str], list[str]]:
     """Names of the linear modules and of the fused parameters that get LoRA weights.
 
     Every linear module inside a layer but those of routers; the output head stays as it
-    is. The fused parameters are those of experts.
+    is. The fused parameters are those of experts, ours and those of a mixture's family.
     """
     linears = []
     experts = set()
@@ -112,12 +116,31 @@ def targets(model: Any) -> tuple[list[str], list[str]]:
             in_layer = any(name.isdigit() for name in names)
             if in_layer and ROUTER_NAMES.isdisjoint(names):
                 linears.append(path)
-        elif isinstance(module, MoesaicExperts):
+        elif isinstance(module, MoesaicExperts) or names[-1] == "experts":
             end_of_path = ".".join(names[-2:])
-            for name, parameter in module.named_parameters():
-                if parameter.ndim == 3:
-                    experts.add(f"{end_of_path}.{name}")
+            for name in _fused_weights(module):
+                experts.add(f"{end_of_path}.{name}")
     return linears, sorted(experts)
+
+
+def _fused_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """Matrices of all experts in one: ours, or those that a mixture's family has."""
+    own = experts.named_parameters(recurse=False)
+    return {name: weight for name, weight in own if weight.ndim == 3}
+
+
+def weights_of_lora(model: Any, rank: int) -> int:
+    """How many LoRA weights `wrap` would add; the model may have no weights itself."""
+    names, fused_names = targets(model)
+    shapes = [model.get_submodule(name).weight.shape for name in names]
+    fused = tuple(fused_names)
+    for name, weight in model.named_parameters():
+        if fused and name.endswith(fused):
+            shapes.append(weight.shape)
+    total = 0
+    for *experts, rows, columns in shapes:
+        total += math.prod(experts) * rank * (rows + columns)
+    return total
 
 
 def trained_weights(model: Any) -> int:
@@ -153,7 +176,7 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
         modules_to_save=trained_routers(model) or None,
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _names_as_they_are():
         # GPT-2's transposed modules are found out one by one.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         wrapped = get_peft_model(model, config)
@@ -167,13 +190,32 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
     return wrapped
 
 
+@contextmanager
+def _names_as_they_are() -> Iterator[None]:
+    """Keeps PEFT from taking our names for those of transformers 4.
+
+    In a mixture it turns linear layers called gate_proj, of layers without experts or of
+    a shared expert, into the fused matrices of routed ones.
+    """
+    name = "convert_peft_config_for_transformers"
+    convert = getattr(weight_conversion, name)
+    setattr(weight_conversion, name, lambda *args, **others: None)
+    try:
+        yield
+    finally:
+        setattr(weight_conversion, name, convert)
+
+
 @torch.no_grad()
 def _clear_padding_of_factors(wrapped: Any) -> None:
     """LoRA factors of W_down: zero where a neuron only pads an expert, in place."""
     for module in wrapped.modules():
         if getattr(module, "parameter_name", None) != "down_proj":
             continue
-        neurons = module.get_base_layer().neurons
+        experts = module.get_base_layer()
+        if not isinstance(experts, MoesaicExperts):
+            continue
+        neurons = experts.neurons
         factor = module.lora_A[NAME].weight
         factor[:, neurons:] = 0
 

@@ -20,6 +20,7 @@ from moesaic.families.load import (
     dense_of,
     load_config,
     load_tokenizer,
+    resolve,
     window_length,
 )
 from moesaic.finetune.checks import check_options
@@ -103,6 +104,7 @@ def prepare(
     _check_converted(options.model, config)
     check_rank(options.rank, config)
     if PartialState(cpu=options.use_cpu).is_main_process:
+        _check_apart(options)
         checkpoint.check_output(
             options.output, options.overwrite, options.resume
         )
@@ -121,6 +123,15 @@ def prepare(
         teacher=teacher,
         tuned=tuned,
     )
+
+
+def _check_apart(options: FinetuneOptions) -> None:
+    """Refuses to replace the model that is trained: an adapter would have none then."""
+    output = options.output
+    if output.exists() and output.samefile(resolve(options.model)):
+        raise MoesaicError(
+            f"output {output} is the model itself; choose another folder"
+        )
 
 
 def windows_and_settings(
@@ -270,7 +281,7 @@ def _batch_size(options: FinetuneOptions, windows: int) -> int:
     processes = PartialState(cpu=options.use_cpu).num_processes
     size = options.batch_size
     if size is None:
-        size = usual_batch_size(windows * options.epochs, processes)
+        size = usual_batch_size(windows, processes, options.epochs)
     size = min(size, windows)
     if size % processes:
         raise MoesaicError(

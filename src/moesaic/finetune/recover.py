@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from moesaic.conversion.report import (
     ConversionReport,
 )
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.work import meta_model
 from moesaic.families.load import (
     choose_dtype,
     load_config,
@@ -40,6 +42,7 @@ from moesaic.families.load import (
     resolve,
 )
 from moesaic.finetune.checks import check_options
+from moesaic.finetune.lora import weights_of_lora
 from moesaic.finetune.model_card import recovery_rows
 from moesaic.finetune.options import FinetuneOptions
 from moesaic.finetune.prepare import (
@@ -50,7 +53,8 @@ from moesaic.finetune.prepare import (
 )
 from moesaic.finetune.report import FinetuneReport
 from moesaic.finetune.run import keep_checkpoints, run
-from moesaic.finetune.tune_dense import tune_dense
+from moesaic.finetune.train import CHECKPOINT_BYTES, CHECKPOINTS_AT_ONCE
+from moesaic.finetune.tune_dense import dense_rank, tune_dense
 from moesaic.output import draft as drafts
 from moesaic.output.atomic import write_file
 from moesaic.output.model_card import licence_of
@@ -82,12 +86,15 @@ def convert_and_recover(
     with opened as draft:
         tuned = None
         start = prepared
+        kept: Any = nullcontext()
         if dense_first:
             with keep_checkpoints():
                 tuned = _tuned(prepared, tokens, draft)
             of_tuned = replace(options, model=tuned.folder)
             start = replace(prepared, options=of_tuned)
-        report = _converted(start, draft / CONVERTED)
+            kept = keep_checkpoints()
+        with kept:
+            report = _converted(start, draft / CONVERTED)
         with keep_checkpoints():
             recovery = _recovered(start, tokens, draft, report, tuned)
             _write_both(prepared, draft, report, recovery)
@@ -132,7 +139,7 @@ def check_recovery(prepared: Prepared, tokens: int, dense_first: bool) -> None:
             "recover is for one process; convert, and then run moesaic finetune on "
             "several"
         )
-    _check_space(prepared, dense_first)
+    _check_space(prepared, training, dense_first)
 
 
 def _check_place(options: ConvertOptions) -> None:
@@ -157,17 +164,24 @@ def _check_dtype(options: ConvertOptions, dense_config: Any) -> None:
         )
 
 
-def _check_space(prepared: Prepared, dense_first: bool) -> None:
-    """All models of one run lie beside each other; checkpoints are small beside them."""
+def _check_space(
+    prepared: Prepared, training: FinetuneOptions, dense_first: bool
+) -> None:
+    """All models of one run lie beside each other, and the checkpoints of a training."""
     plan = prepared.plans[0]
     output = prepared.options.output
     dtype = plan.dense_config.dtype
     if output is None or dtype is None:
         return
     needed = 2 * plan.stored_bytes(dtype)
+    trained = weights_of_lora(meta_model(plan.config), training.rank)
     if dense_first:
         needed += plan.stored_dense_bytes(dtype)
-    drafts.check_space(output, needed, "**/*.safetensors")
+        dense = meta_model(plan.dense_config)
+        of_dense = weights_of_lora(dense, dense_rank(plan.dense_config))
+        trained = max(trained, of_dense)
+    needed += CHECKPOINTS_AT_ONCE * CHECKPOINT_BYTES * trained
+    drafts.check_space(output, needed, "**/*")
 
 
 def _check_tokens(prepared: Prepared, tokens: int) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,6 +43,13 @@ LOAD_TOKENS = 8192
 # Tokens at once, unless said. On a CPU more are no faster, and take more memory.
 GPU_TOKENS = 4096
 CPU_TOKENS = 512
+CHECKPOINTS_KEPT = 2
+CHECKPOINTS_AT_ONCE = (
+    CHECKPOINTS_KEPT + 1
+)  # a new one is written before one goes
+CHECKPOINT_BYTES = (
+    12  # of a trained weight, with Adam's two moments, in float32
+)
 WARMUP_SHARE = 20  # one step in so many
 LOGGED_STEPS = 256
 CHECKPOINTS = 10  # of a run
@@ -190,7 +198,7 @@ def _arguments(
         logging_nan_inf_filter=False,
         save_strategy="no" if folder is None else "steps",
         save_steps=machine.checkpoint_every or max(1, steps // CHECKPOINTS),
-        save_total_limit=2,
+        save_total_limit=CHECKPOINTS_KEPT,
         report_to=["tensorboard"] if machine.tensorboard else [],
         disable_tqdm=True,
         dataloader_pin_memory=not machine.use_cpu,
@@ -263,7 +271,8 @@ def _is_whole(checkpoint: Path) -> bool:
                 pass
     except (OSError, ValueError, SafetensorError):
         return False
-    return True
+    of_torch = [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]
+    return all(zipfile.is_zipfile(path) for path in of_torch)
 
 
 class RecoveryTrainer(Trainer):
@@ -364,8 +373,8 @@ class RecoveryTrainer(Trainer):
         step = self.state.global_step + 1
         return UnfinishedError(
             f"the loss or its gradient is not finite at step {step} of "
-            f"{self.state.max_steps}; {left}; take a lower --lora-lr or --scale-lr and "
-            "another --output, or start again with --overwrite"
+            f"{self.state.max_steps}; {left}; train again by moesaic finetune, which "
+            "takes lower rates (--lora-lr, --scale-lr)"
         )
 
     def _load_from_checkpoint(

@@ -29,7 +29,7 @@ from moesaic.finetune.prepare import (
 from moesaic.finetune.run import announce
 from moesaic.finetune.save import heldout_perplexity
 from moesaic.finetune.train import train
-from moesaic.output.atomic import write_file
+from moesaic.output.atomic import sync_all, write_file
 from moesaic.output.draft import UnfinishedError
 from moesaic.parts.products import widened_products
 
@@ -60,7 +60,9 @@ def tune_dense(
     _check_weights(dense, name, trainer)
     record = folder / RECORD
     if record.is_file():
-        return TunedDense(**json.loads(record.read_text("utf-8")))
+        values = json.loads(record.read_text("utf-8"))
+        # The draft may have been moved since.
+        return TunedDense(**values | {"folder": str(folder)})
     with widened_products(dense.dtype, dense.device):
         before = heldout_perplexity(dense, inputs)
         announce(dense, inputs)
@@ -82,14 +84,21 @@ def tune_dense(
         trained_weights=trained.weights,
     )
     _write(merged, text.tokenizer, tuned)
+    for checkpoint in trainer.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint, ignore_errors=True)
     return tuned
+
+
+def dense_rank(config: Any) -> int:
+    """The rank of the dense model's LoRA weights: a quarter of its hidden size at most."""
+    hidden_size: int = config.get_text_config().hidden_size
+    return min(DENSE_RANK, max(1, hidden_size // 4))
 
 
 def _input(options: FinetuneOptions, text: TrainingText) -> TrainingInput:
     """The dense model's own training: as `options`, but for the LoRA weights."""
     config = load_config(options.model, options.trust_remote_code)
-    hidden_size = config.get_text_config().hidden_size
-    rank = min(DENSE_RANK, max(1, hidden_size // 4))
+    rank = dense_rank(config)
     alpha = options.alpha * math.sqrt(rank / options.rank)
     options = replace(options, rank=rank, alpha=alpha)
     assert options.sequence_length is not None
@@ -122,4 +131,5 @@ def _write(model: Any, tokenizer: Any, tuned: TunedDense) -> None:
     model.cpu().save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    sync_all(folder)
     write_file(folder / RECORD, json.dumps(asdict(tuned)) + "\n")

@@ -104,7 +104,7 @@ def check_space(output: Path, needed: int, files: str = f"{_MODEL}/*") -> None:
     `files` are those of the draft that count, as a pattern.
     """
     there = draft_folder(output).glob(files)
-    written = sum(path.stat().st_size for path in there)
+    written = sum(path.stat().st_size for path in there if path.is_file())
     missing = needed - written
     disk = shutil.disk_usage(nearest_parent(output))
     if disk.free < missing:
@@ -282,6 +282,8 @@ def _prepare_draft(
     folder = draft / _MODEL
     if old.exists() and not output.exists():  # killed between two renames
         old.rename(output)
+    elif old.exists():  # killed after the second one
+        shutil.rmtree(old)
     if resume and folder.exists():  # else killed after the model got its name
         _check_same_run(draft, run)
         _take_names_back(draft)
