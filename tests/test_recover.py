@@ -317,7 +317,7 @@ def test_room_for_models_and_checkpoints_is_asked_for(
         missing.append(float(found[1]))
     models = sum(path.stat().st_size for path in dense.glob("*.safetensors")) / 1e6
     assert missing[0] > 2 * models
-    assert missing[1] > missing[0] + models
+    assert missing[1] > missing[0]  # the trained dense model
     assert not list(tmp_path.iterdir())
 
 
