@@ -12,12 +12,13 @@ import pytest
 import moesaic
 from moesaic.cli.main import main
 from moesaic.comparison.compare import REFERENCES, _outlook
-from moesaic.comparison.entries import METHOD, REFERENCE
+from moesaic.comparison.entries import EQUAL_WORK, METHOD, REFERENCE, make_entries
 from moesaic.comparison.labels import labels_of
-from moesaic.comparison.options import FFN_BYTES, FFN_MACS, SPARSITY
+from moesaic.comparison.options import FFN_BYTES, FFN_MACS, SPARSITY, CompareOptions
 from moesaic.comparison.rows import Cell, ranked, remarks
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
+from moesaic.families.load import load_config
 from moesaic.methods.load import load_method
 
 SMALL: dict[str, Any] = {
@@ -123,6 +124,42 @@ def test_static_may_spend_the_routers_work_too() -> None:
     assert static["active_ffn_fraction"] > routed["active_ffn_fraction"]
 
 
+@pytest.mark.parametrize(
+    ("methods", "references"),
+    [
+        (["moesaic", "static-repaired"], ()),
+        (["moesaic-neurons", "moesaic"], ("static-repaired",)),
+    ],
+)
+def test_static_of_equal_work_is_there_whoever_asked(
+    methods: list[str], references: tuple[str, ...]
+) -> None:
+    """Also where the first method's router costs more than is skipped."""
+    options = CompareOptions(
+        model="demo", methods=tuple(map(load_method, methods)),
+        references=tuple(map(load_method, references)), sparsities=(0.25,), layout=None,
+        grain="medium", calibration=("demo",), texts=("demo",),
+    )  # fmt: skip
+    entries = make_entries(options, load_config("demo")).entries
+    assert [entry.label for entry in entries if entry.role == EQUAL_WORK] == [
+        "static-repaired, MACs of moesaic"
+    ]
+
+
+def test_a_text_that_is_calibrated_on_is_known_by_its_field_too(tmp_path: Path) -> None:
+    """Else what is evaluated were the text that was calibrated on."""
+    file = tmp_path / "a.jsonl"
+    lines = [
+        json.dumps({"text": f"line {number} of a text, and more of it"}) for number in range(99)
+    ]
+    file.write_text("\n".join(lines))
+    whole = moesaic.compare("demo", ["static"], references=(), **SMALL | {"calibration": str(file)})
+    named = SMALL | {"calibration": str(file), "text": [f"{file}:text"]}
+    found = moesaic.compare("demo", ["static"], references=(), **named)
+    values = [list(cell["perplexity"].values()) for cell in found["cells"]]
+    assert values == [list(cell["perplexity"].values()) for cell in whole["cells"]]
+
+
 def test_ranking_by_hand() -> None:
     def cell(method: str, seed: int, value: float) -> Cell:
         routes = method == "cmoe"
@@ -177,6 +214,8 @@ def test_work_that_was_missed_is_told() -> None:
         ({"max_tokens": 1}, "2 tokens"),
         ({"sparsity": ()}, "1 sparsity"),
         ({"sparsity": (1.5,)}, "outside"),
+        ({"sparsity": (0.25, 0.25)}, "sparsity 0.25, sparsity 0.25: give each once"),
+        ({"calibration": [__file__, f"{__file__}:text"]}, "at least one is needed, each once"),
         ({"grain": "huge"}, "grain"),
         ({"output": Path(__file__)}, "is no folder"),
         ({"output": Path(__file__) / "below"}, "is not a folder"),

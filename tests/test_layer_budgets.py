@@ -34,6 +34,7 @@ from moesaic.conversion.next_neurons import next_neurons
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.conversion.run import Run
+from moesaic.conversion.trial_set import trial_set
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import count_macs, meta_model
 from moesaic.families import find_ffns
@@ -46,6 +47,7 @@ from moesaic.methods.expert_method import Made
 from moesaic.modeling import ConfigError, MoEConfig
 from moesaic.output import draft as checkpoint
 from moesaic.parts.partition import NO_EXPERTS, Partition
+from moesaic.parts.repair import TOKENS_PER_NEURON
 from moesaic.parts.thresholds import choice_thresholds, soft_choice
 from tests.families import CONTEXT, HIDDEN, LAYERS, tiny_model, tokens
 from tests.mixtures import tiny_mixture
@@ -368,17 +370,31 @@ def test_rounds_are_judged_on_windows_that_they_are_not_fitted_to(
         assert not set(fitted[:, 0].tolist()) & set(expected)
 
 
-def test_a_pruned_layer_that_keeps_all_has_tokens_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("length", [4, 7, 100])
+@pytest.mark.parametrize("texts", [1, 3])
+def test_a_trial_has_tokens_enough_for_least_squares(length: int, texts: int) -> None:
+    """On all neurons that are held, though fewer run: those are what is fitted."""
+    sets = [CalibrationSet(tokens(400, length, seed=text)) for text in range(texts)]
+    calibration = CalibrationSet.joined(sets) if texts > 1 else sets[0]
+    few = trial_set(calibration, 16, neurons=44)
+    assert few.split.first_heldout >= TOKENS_PER_NEURON * 44
+    smaller = calibration.fewer(few.samples - 1)
+    assert smaller.split.first_heldout < TOKENS_PER_NEURON * 44
+    assert trial_set(calibration, 16, neurons=0).samples == math.ceil(16 / length)
+    assert trial_set(calibration.fewer(2), 16, neurons=10**6).samples == 2
+
+
+@pytest.mark.parametrize("method", ["static-repaired", "moesaic"])
+def test_trials_of_budgets_are_repaired_as_the_model_will_be(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(budgets, "TRIAL_TOKENS", 1)
-    calibration = CalibrationSet(tokens(64, 2 * budgets.TOKENS_PER_NEURON))
     model = tiny_model("llama")
-    pruned = plan_for(model, name="static-repaired")
-    routed = plan_for(model, name="moesaic")
-    assert pruned.sizes.active == routed.sizes.active < pruned.sizes.total
-    for plan, neurons in ((pruned, pruned.sizes.total), (routed, routed.sizes.active)):
-        trial_set = budgets._trial_set(plan, calibration)
-        with_heldout = budgets.TOKENS_PER_NEURON * neurons * 8 // 7
-        assert trial_set.samples == min(math.ceil(with_heldout / calibration.length), 64)
+    calibration = CalibrationSet(tokens(64, 8))
+    plan = plan_for(model, name=method)
+    trials = budgets._trials(model, find_ffns(model), plan, calibration, CPU, 0)
+    neurons = model.config.intermediate_size
+    assert trials.calibration.split.first_heldout >= TOKENS_PER_NEURON * neurons
 
 
 def test_equal_budgets_stay_where_nothing_is_to_be_shared() -> None:
@@ -463,7 +479,7 @@ def test_a_device_without_a_number_is_the_one_the_model_is_on(
 
 def test_a_model_that_is_not_on_the_device_in_whole_is_refused() -> None:
     model = tiny_model("llama")
-    with pytest.raises(MoesaicError, match=r"differentiates the whole model, .* on meta in whole"):
+    with pytest.raises(MoesaicError, match=r"differentiates the whole .*layer_budgets=uniform"):
         share_budgets(
             model, find_ffns(model), plan_for(model), CALIBRATION, torch.device("meta"), 0
         )

@@ -203,6 +203,7 @@ def never(plan: Plan) -> float:
     ("choice", "reason"),
     [
         ({"target_ratio": 1.1, "layout": "S1A3E12"}, "no layout"),
+        ({"target_ratio": 1.1, "recipe": "moesaic-dynamic", "settings": {"cap": 30}}, "a cap"),
         ({"target_ratio": 0.9}, "outside"),
         ({"target_ratio": float("nan")}, "outside"),
         ({"target_ratio": 1.1}, "held-out"),  # windows leave nothing to hold out

@@ -39,6 +39,19 @@ def masked(linear: MoesaicThresholdedLinear, x_TI: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kernel", [True, False])
+def test_what_is_no_number_is_not_hidden(kernel: bool) -> None:
+    """A model that is broken before such a layer must look broken after it."""
+    linear = linear_of(64, 40, dtype=torch.float32)
+    x_TI = torch.randn(2, 64)
+    x_TI[1, 5] = torch.nan
+    found = linear_forward(linear, x_TI) if kernel else linear(x_TI.expand(9, 2, 64))[0]
+    assert found is not None
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 4])

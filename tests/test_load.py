@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
 from moesaic.cli.main import main
+from moesaic.conversion.plan import public_name
 from moesaic.errors import MoesaicError
 from moesaic.families.load import (
     dense_of,
@@ -251,3 +255,66 @@ def test_a_base_model_that_is_no_bare_name(base: str, tmp_path: Path) -> None:
 
 def test_a_dense_model_was_made_from_none(tmp_path: Path) -> None:
     assert dense_of(tmp_path, tiny_llama().config) is None
+
+
+# --- what transformers would load without a word -------------------------------------------------
+
+
+def saved(folder: Path) -> Path:
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path: Path) -> None:
+    """Its matrices would be in the model, and weights that are missing would not be told."""
+    folder = saved(tmp_path / "model")
+    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(tiny_llama(), config).save_pretrained(folder)
+    assert (folder / "config.json").is_file()
+    with pytest.raises(MoesaicError, match="holds a PEFT adapter beside the model"):
+        load_model(folder)
+
+
+def test_a_hub_model_with_an_adapter_beside_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "model")
+    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(tiny_llama(), config).save_pretrained(folder)
+    monkeypatch.setattr("moesaic.families.load._check_folder", lambda folder: None)  # of no hub id
+    with pytest.raises(MoesaicError, match="holds a PEFT adapter beside the model"):
+        load_model(folder)
+
+
+def test_biases_that_the_configuration_does_not_name_are_not_dropped(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    assert load_model(folder) is not None
+    # Old checkpoints have a table that a module without weights computes now.
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(weights | table, path, {"format": "pt"})
+    assert load_model(folder) is not None
+    name = "model.layers.1.mlp.up_proj.bias"
+    save_file(weights | {name: torch.ones(64)}, path, {"format": "pt"})
+    with pytest.raises(MoesaicError, match=f"config.json leaves out, among them {name}"):
+        load_model(folder)
+
+
+def test_weights_that_a_configuration_places_elsewhere_are_not_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformers_weights"] = "other.safetensors.index.json"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MoesaicError, match=r"names files of weights \(transformers_weights\)"):
+        load_config(folder)
+
+
+def test_a_folder_has_a_name_wherever_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "llama-9b")
+    monkeypatch.chdir(folder)
+    assert public_name(".") == "llama-9b"
+    assert public_name(str(folder)) == "llama-9b"
+    assert public_name("someone/llama-9b") == "someone/llama-9b"

@@ -20,7 +20,7 @@ from moesaic.methods.load import load_method
 from moesaic.methods.moesaic import Moesaic, MoesaicDynamic, set_thresholds
 from moesaic.modeling import MoesaicLinearRouter, MoesaicQuadraticRouter
 from moesaic.modeling.routers_moesaic import choose_experts
-from moesaic.parts.thresholds import budget_thresholds, soft_choice
+from moesaic.parts.thresholds import budget_thresholds, choice_thresholds, soft_choice
 from tests import reference
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.test_modeling import matrices
@@ -179,6 +179,14 @@ def test_one_runs_where_all_tie_below_zero(routed: int, cap: int) -> None:
     tied_TR = torch.full((4, routed), -0.1)
     assert choose_experts(tied_TR, "threshold", 2, cap).sum(1).tolist() == [1] * 4
     assert choose_experts(-tied_TR, "threshold", 2, cap).sum(1).tolist() == [cap] * 4
+
+
+def test_what_a_cap_shuts_out_is_far_below_what_scores_are_compared_with() -> None:
+    """Half-way between the last that may run and the next; never below zero."""
+    value_TR = torch.tensor([[2.0, 0.5, 1.0, -3.0, -4.0], [1.0, -0.5, -1.0, -3.0, -4.0]])
+    assert choice_thresholds(router_with(None), value_TR) == 0
+    assert choice_thresholds(router_with(1), value_TR).tolist() == [[1.5], [0.25]]
+    assert choice_thresholds(router_with(2), value_TR).tolist() == [[0.75], [0.0]]
 
 
 def test_a_cap_of_more_experts_than_there_are_is_no_cap() -> None:

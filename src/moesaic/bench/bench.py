@@ -122,6 +122,8 @@ def bench(
                 "model": resolve(name),
                 "own_architecture": config is not None and is_converted(config),
                 "cache_gib": _cache_gib(config, settings),
+                # By itself vLLM takes 16 bits where a model has 32.
+                "dtype": _format_of(config, dtype) or dtype,
             }
             worker = started(found, python, settings | own)
             workers.append(stack.enter_context(worker))

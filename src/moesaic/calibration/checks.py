@@ -13,6 +13,7 @@ from moesaic.calibration.hidden_states import Stream
 from moesaic.errors import MoesaicError
 from moesaic.families import FFNs
 
+ELSEWHERE = "--device cpu, or another method"  # a model need not fit on a GPU
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,19 +60,19 @@ def checksum(values: Tensor) -> int:
     return int(values.view(integers).sum(dtype=torch.int64))
 
 
-def check_on(model: Any, device: torch.device, why: str) -> None:
+def check_on(
+    model: Any, device: torch.device, why: str, instead: str = ELSEWHERE
+) -> None:
     """Raises MoesaicError for a model that is not in whole on the device.
 
-    `why` says what needs it there.
+    `why` says what needs it there, and `instead` what does not.
     """
     # "cuda" is the GPU of some number.
     numbered = torch.empty(0, device=device).device
     elsewhere = (p.device != numbered for p in model.parameters())
     if any(elsewhere):
         raise MoesaicError(
-            f"{why} the whole model, which is not on {device} in whole; take "
-            "--device cpu, or another method or budget that needs no more than "
-            "a layer there"
+            f"{why} the whole model, which is not on {device} in whole; take {instead}"
         )
 
 

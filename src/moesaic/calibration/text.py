@@ -162,6 +162,12 @@ def _file(name: str) -> list[str]:
         raise MoesaicError(f"cannot read {path}: {reason}") from error
 
 
+def place_of(name: str) -> tuple[Path, str]:
+    """What two names of one source have in common: its file and the field of it."""
+    path, field = _path_and_field(name)
+    return path.resolve(), field or _USUAL_FIELD
+
+
 def _path_and_field(name: str) -> tuple[Path, str | None]:
     """A colon within the name of a file that is there is no field."""
     path = Path(name)

@@ -62,7 +62,10 @@ def bench_command(
     ] = 5,
     threads: Annotated[
         int | None,
-        typer.Option(help="Threads of a CPU. [default: what the engine takes]"),
+        typer.Option(
+            help="Threads of a CPU. [default: what the engine takes; for llama.cpp one "
+            "for each processor]"
+        ),
     ] = None,
     json_file: JsonFile = None,
     device: Device = "auto",

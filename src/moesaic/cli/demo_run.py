@@ -14,7 +14,7 @@ from moesaic.families.load import load_model, load_tokenizer
 from moesaic.finetune.convert import convert
 from moesaic.layout import layouts_for
 from moesaic.methods.load import load_method
-from moesaic.output.draft import check_output
+from moesaic.output.draft import check_output, is_begun
 
 SPARSITY = 0.25
 METHODS_SHOWN = ("moesaic", "cmoe", "static-repaired", "static", "random")
@@ -40,7 +40,8 @@ def run_demo(
     the paper's method, static pruning with and without repair, and a random conversion.
     Calibration and held-out text are disjoint modules of the standard library.
     """
-    check_output(output, overwrite, resume=False)
+    resume = is_begun(output) and not overwrite
+    check_output(output, overwrite, resume)
     tokenizer = load_tokenizer("demo")
     ids = to_ids("demo", tokenizer, heldout=True)
     dense = load_model("demo", "float32")
@@ -69,6 +70,7 @@ def run_demo(
             samples=SAMPLES,
             output=target,
             overwrite=overwrite,
+            resume=resume and target is not None,
             dtype="float32",
             command=f"moesaic convert demo --layout {layout} --samples {SAMPLES} "
             f"--output {output} --dtype float32",

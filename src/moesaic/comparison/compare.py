@@ -19,7 +19,7 @@ from moesaic.calibration.checks import (
     digest_of_tokens,
 )
 from moesaic.calibration.hidden_states import check_stream
-from moesaic.calibration.text import has_heldout_split, to_ids
+from moesaic.calibration.text import has_heldout_split, place_of, to_ids
 from moesaic.comparison.entries import Entries, Entry, make_entries
 from moesaic.comparison.missing import CONVERSION, TUNING, Missing
 from moesaic.comparison.options import (
@@ -405,12 +405,12 @@ def _read_texts(
         ids = to_ids(source, tokenizer)
         ids, validation = hold_out(ids, source, tokenizer, length)
         source_ids.append(ids)
-        validations[Path(source).resolve()] = validation
+        validations[place_of(source)] = validation
     texts = {}
     for text in options.texts:
-        path = Path(text).resolve()
-        validation = validations.get(path)
-        if path not in validations or has_heldout_split(text):
+        place = place_of(text)
+        validation = validations.get(place)
+        if place not in validations or has_heldout_split(text):
             texts[text] = to_ids(text, tokenizer, heldout=True)
         elif validation is not None:
             texts[text] = validation.ids

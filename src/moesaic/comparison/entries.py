@@ -93,8 +93,7 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
     if options.methods and not any(entry.role == METHOD for entry in entries):
         first = next(row for row in missing if row.role == METHOD)
         raise MoesaicError(first.words)
-    reference_names = [method.name for method in options.references]
-    if "static-repaired" in reference_names:
+    if "static-repaired" in {method.name for method in methods}:
         for goal in options.goals:
             equal_work = _static_of_equal_work(entries, config, goal)
             if equal_work is not None:
@@ -176,9 +175,26 @@ def _static_of_equal_work(
         for entry in entries
         if entry.goal == goal and _is_fitted_and_routed(entry)
     ]
-    if not routed:
+    neurons = None
+    for entry in routed:
+        plan = entry.plan
+        neurons = _neurons_of_equal_work(plan)
+        if neurons is not None:
+            break
+    if neurons is None:
         return None
-    plan = routed[0].plan
+    total = plan.sizes.total
+    static = load_method("static-repaired")
+    layout = Layout(1, neurons - 1, total)
+    static_budget = Budget(layout)
+    static_plan = make_plan(config, plan.model, static, static_budget)
+    label = f"{static.name}, MACs of {plan.method.name}"
+    sparsity = goal.at if goal.equal == SPARSITY else None
+    return Entry(label, EQUAL_WORK, goal, sparsity, static_plan)
+
+
+def _neurons_of_equal_work(plan: Plan) -> int | None:
+    """How many neurons static pruning may keep; None where the router costs too much."""
     total = plan.sizes.total
     if plan.sizes.active == total:
         return None
@@ -187,13 +203,7 @@ def _static_of_equal_work(
     neurons = total - saved_neurons
     if not 2 <= neurons < total:
         return None
-    static = load_method("static-repaired")
-    layout = Layout(1, neurons - 1, total)
-    static_budget = Budget(layout)
-    static_plan = make_plan(config, plan.model, static, static_budget)
-    label = f"{static.name}, MACs of {plan.method.name}"
-    sparsity = goal.at if goal.equal == SPARSITY else None
-    return Entry(label, EQUAL_WORK, goal, sparsity, static_plan)
+    return neurons
 
 
 def _is_fitted_and_routed(entry: Entry) -> bool:

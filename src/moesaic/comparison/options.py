@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moesaic.calibration.text import place_of
 from moesaic.comparison.labels import labels_of
 from moesaic.errors import MoesaicError, unknown
 from moesaic.finetune.options import AUTO_TEACHER
@@ -74,7 +75,7 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         labels_of(self.methods + self.references)
-        sources = {Path(source).resolve() for source in self.calibration}
+        sources = {place_of(source) for source in self.calibration}
         if not sources or len(sources) < len(self.calibration):
             listed = ", ".join(self.calibration)
             raise MoesaicError(
@@ -90,6 +91,9 @@ class CompareOptions:
             raise MoesaicError(
                 "sparsities []: at least 1 sparsity is needed, as 0.25"
             )
+        if len(set(self.goals)) < len(self.goals):
+            listed = ", ".join(goal.words for goal in self.goals)
+            raise MoesaicError(f"budgets {listed}: give each once")
         if self.layout is not None and len(self.goals) > 1:
             raise MoesaicError(
                 f"layout {self.layout} fixes the budget; leave out sparsities and works"

@@ -136,10 +136,12 @@ def note_on_copies(moe: MoEConfig) -> str | None:
     """What low-bit copies cost and gain where the weights were quantised before.
 
     In shares of the bytes of FFN weights that a token reads, scales left out. None
-    without copies, and where weights came from no quantised file.
+    without copies, where rows have 8 bits, and where weights came from no quantised file.
     """
     router = moe.router
     if router is None or router.bits is None or moe.source is None:
+        return None
+    if moe.block.replacement == "int8-neurons":
         return None
     found = re.search(r"\(I?Q(\d)", moe.source)
     if found is None:
@@ -150,7 +152,7 @@ def note_on_copies(moe: MoEConfig) -> str | None:
     return (
         f"note: {moe.source}; with rows in {bits} bits a token would read "
         f"{as_it_came:.2f} of the FFNs' bytes, {router.bits}-bit copies included; in "
-        f"bfloat16, as written, it reads {in_bfloat16:.2f}: copies pay where weights "
+        f"bfloat16 it reads {in_bfloat16:.2f}: copies pay where weights "
         "have more bits than they"
     )
 

@@ -34,6 +34,7 @@ from moesaic.conversion.layout_search import (
     Search,
     check_target,
     search_plan,
+    with_equal_layers,
 )
 from moesaic.conversion.masks import under_masks
 from moesaic.conversion.model_card import model_card
@@ -45,6 +46,7 @@ from moesaic.conversion.prepare import (
     prepare,
     source_name,
 )
+from moesaic.conversion.python_call import python_call
 from moesaic.conversion.report import CONVERSION_FILE, ConversionReport
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
@@ -68,6 +70,8 @@ def check_conversion(options: ConvertOptions) -> Prepared:
 
     Writes nothing.
     """
+    if options.target_ratio is not None:
+        options = with_equal_layers(options)
     prepared = prepare(options)
     check_target(prepared)
     return prepared
@@ -280,9 +284,6 @@ class _Conversion:
         if strategy == "uniform":
             return
         log = step_log(self.options.progress)
-        if self.options.target_ratio is not None:
-            log("layers keep equal budgets, with which the target was met")
-            return
 
         def shared() -> dict[str, Any]:
             plan = share_budgets(
@@ -365,18 +366,13 @@ class _Conversion:
         licence = None
         if not self.options.in_memory:
             licence = licence_of(resolve(self.options.model))
-        command = self.options.command or self._call()
+        command = self.options.command or python_call(
+            self.options, self.plan.model
+        )
         card = model_card(self.report, self.plan.moe, licence, command)
         values = self.report.to_dict(timing=False)
         report = json.dumps(values, indent=2) + "\n"
         return {"README.md": card, CONVERSION_FILE: report}
-
-    def _call(self) -> str:
-        """The call that makes this conversion again, as far as one line tells."""
-        model = self.plan.model
-        method = self.plan.method.name
-        layout = self.plan.label
-        return f"moesaic.convert({model!r}, {method!r}, {layout!r})"
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for finished layers to be worth keeping."""

@@ -37,21 +37,22 @@ from moesaic.conversion.dense_first import search_split
 from moesaic.conversion.next_neurons import adds_neurons, next_neurons
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run, ffn_inputs
+from moesaic.conversion.trial_set import trial_set
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN, FFNs, Mixtures
 from moesaic.memory import lent_to
 from moesaic.methods.base import FFNMethod
 from moesaic.modeling import MoesaicReplacement, Sizes, View
 from moesaic.parts.gradients import without_gradients
-from moesaic.parts.repair import TOKENS_PER_NEURON
 from moesaic.parts.thresholds import choice_thresholds, soft_choice
 
 ROUNDS = 2  # four of half the step do no better (docs/log.md)
 # Tokens whose probabilities of all words are held at once, in float32.
 CHUNK = 256
-STEP = 0.2  # of a layer's experts: the most that a round adds or takes
+STEP = 0.2  # of a layer's experts: the most that a round adds or takes, before all move alike
+EQUAL_LAYERS = "--set layer_budgets=uniform, or --device cpu"
 LEAST = 0.05  # of a layer's experts that run on average; one at least
-# To convert on in a round; more where least squares wants more.
+# To convert on in a round; more where least squares needs more.
 TRIAL_TOKENS = 8192
 PROBE_TOKENS = 4096  # that no weight of a round is fitted to
 
@@ -132,10 +133,10 @@ def share_budgets(
     Unchanged where the strategy is uniform. The method's own: see `own_sizes`. Dense
     first: see `dense_first`; fewer layers are converted then. By gradient: equal budgets
     are the first of 1 + ROUNDS that are tried, and those of the least KL divergence are
-    taken. Costs at most so many conversions on TRIAL_TOKENS (twice the active neurons,
-    if that is more; 8
-    windows at least) and forward passes on PROBE_TOKENS, whose dense logits it holds,
-    and backward passes for all but the last; of several processes each does so by itself.
+    taken. Costs at most so many conversions on TRIAL_TOKENS (as many as least squares
+    needs, if that is more; 8 windows at least) and forward passes on PROBE_TOKENS, whose
+    dense logits it holds, and backward passes for all but the last; of several processes
+    each does so by itself.
     The layers of a mixture keep equal budgets. Raises MoesaicError for a model that is not
     in whole on `device`, under inference mode, and where equal budgets diverge.
     """
@@ -147,10 +148,12 @@ def share_budgets(
     if not _can_differ(plan, ffns, log):
         return plan
     if method.layer_budgets == "dense-first":
-        check_on(dense, device, "trying how many layers stay dense runs")
+        why = "trying how many layers stay dense runs"
+        check_on(dense, device, why, EQUAL_LAYERS)
         trials = _trials(dense, ffns, plan, calibration, device, seed)
         return search_split(plan, trials.divergence, log)
-    check_on(dense, device, "sharing a budget between layers differentiates")
+    why = "sharing a budget between layers differentiates"
+    check_on(dense, device, why, EQUAL_LAYERS)
     if torch.is_inference_mode_enabled():
         raise MoesaicError(
             "layer budgets come from gradients, which torch.inference_mode has none of; "
@@ -179,10 +182,14 @@ def _trials(
     device: torch.device,
     seed: int,
 ) -> Trials:
-    trial_set = _trial_set(plan, calibration)
-    probe_NL = _probe_windows(calibration, trial_set).to(device)
+    # At least as many windows as leave one held out in eight.
+    tokens = max(TRIAL_TOKENS, HELD_OUT * calibration.length)
+    # All that a layer may come to hold.
+    held = plan.sizes.total if plan.method.fits_weights else 0
+    few = trial_set(calibration, tokens, held)
+    probe_NL = _probe_windows(calibration, few).to(device)
     dense_logits = _logits(dense, probe_NL)
-    return Trials(dense, ffns, trial_set, probe_NL, dense_logits, device, seed)
+    return Trials(dense, ffns, few, probe_NL, dense_logits, device, seed)
 
 
 @torch.no_grad()
@@ -320,29 +327,13 @@ def _dense_layers(
                 stream.advance(layer)
 
 
-def _trial_set(plan: Plan, calibration: CalibrationSet) -> CalibrationSet:
-    """The part of the calibration set that a round converts on.
-
-    Enough for least squares in all layers: one that is pruned may come to keep all.
-    """
-    sizes = plan.sizes
-    neurons = sizes.active if sizes.num_routed else sizes.total
-    to_fit = TOKENS_PER_NEURON * neurons
-    with_heldout = to_fit * HELD_OUT // (HELD_OUT - 1)
-    tokens = max(TRIAL_TOKENS, with_heldout)
-    windows = math.ceil(tokens / calibration.length)
-    return calibration.fewer(max(windows, HELD_OUT))
-
-
-def _probe_windows(
-    calibration: CalibrationSet, trial_set: CalibrationSet
-) -> Tensor:
+def _probe_windows(calibration: CalibrationSet, few: CalibrationSet) -> Tensor:
     """The last windows, of those that a round does not fit to; one at least.
 
     In the end the model is fitted to some of them: they judge the rounds, and not it.
     """
     wanted = max(PROBE_TOKENS // calibration.length, 1)
-    fitted = trial_set.samples - trial_set.heldout_samples
+    fitted = few.samples - few.heldout_samples
     unseen = max(calibration.samples - fitted, 1)
     count = min(wanted, unseen)
     return calibration.windows_NL[-count:]
@@ -468,7 +459,8 @@ def moved(
 ) -> Tensor:
     """Shares of the same mean, larger where an expert is worth more.
 
-    By at most about STEP. They stay within [least, most].
+    By at most STEP, and then all by the same, which keeps the mean. They stay within
+    [least, most].
     """
     scale = value_L.abs().mean().clamp(min=1e-30)
     above_mean_L = (value_L - value_L.mean()) / scale

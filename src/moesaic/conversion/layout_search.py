@@ -15,9 +15,11 @@ from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.share import ALONE, Share
 from moesaic.conversion.layer_error import relative_error
 from moesaic.conversion.masks import set_view
+from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan, make_plan
 from moesaic.conversion.prepare import Prepared, check_windows
 from moesaic.conversion.run import Run, ffn_inputs
+from moesaic.conversion.trial_set import trial_set
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs
@@ -76,8 +78,8 @@ def choose_plan(
     """The plan whose layers lose least on held-out tokens.
 
     Converts three layers (at a quarter, half and three quarters of those to convert)
-    of the model once per plan, on at most SAMPLE_TOKENS calibration tokens, and keeps
-    nothing of it.
+    of the model once per plan, on SAMPLE_TOKENS calibration tokens, or as many as least
+    squares needs if that is more, and keeps nothing of it.
     """
     plans = prepared.plans
     seed = prepared.options.seed
@@ -85,8 +87,8 @@ def choose_plan(
     log = step_log(prepared.options.progress)
     log(f"comparing {labels}")
     full_set = prepared.calibration
-    windows = max(1, SAMPLE_TOKENS // full_set.length)
-    calibration = full_set.fewer(windows)
+    held = [plan.sizes.total for plan in plans if plan.method.fits_weights]
+    calibration = trial_set(full_set, SAMPLE_TOKENS, max(held, default=0))
     stream = Stream(ffns, calibration.windows_NL, device)
     probed = _probed_layers(ffns)
     errors = {plan.label: 0.0 for plan in plans}
@@ -129,6 +131,25 @@ def _layer_error(
     return relative_error(inputs, ffn, replacement)
 
 
+def with_equal_layers(options: ConvertOptions) -> ConvertOptions:
+    """The options without budgets of layers, which a search for a target does not share.
+
+    Raises MoesaicError where the method has no setting for that.
+    """
+    method: Any = options.method
+    if getattr(method, "layer_budgets", "uniform") == "uniform":
+        return options
+    if "layer_budgets" not in method.settings:
+        raise MoesaicError(
+            f"a target ratio gives all layers the same budget, and method {method.name!r} "
+            "has its own; give a sparsity, or settings by which layers are alike "
+            f"(moesaic methods {method.name})"
+        )
+    log = step_log(options.progress)
+    log("all layers get the same budget, by which the target is met")
+    return replace(options, method=replace(method, layer_budgets="uniform"))
+
+
 def check_target(prepared: Prepared) -> None:
     """Raises MoesaicError where a target contradicts other options.
 
@@ -142,6 +163,11 @@ def check_target(prepared: Prepared) -> None:
         raise MoesaicError(
             f"a target ratio counts experts, and method {options.method.name!r} has "
             "none; give a sparsity"
+        )
+    if options.method.settings.get("cap") is not None:
+        raise MoesaicError(
+            "a target ratio chooses how many experts run, and a cap would forbid some of "
+            "them; leave out the cap, or give a layout"
         )
     if options.budget.layout is not None or options.budget.sparsity is not None:
         raise MoesaicError(

@@ -25,7 +25,7 @@ from moesaic.families import DenseFFN
 from moesaic.methods.expert_method import Made
 from moesaic.parts.importance import by_importance
 
-NEXT = 0.1  # of a layer's neurons: as many as a round adds at most
+NEXT = 0.1  # of a layer's neurons: half of what a round adds at most
 
 
 def next_neurons(ffn: DenseFFN, made: Made) -> DenseFFN:

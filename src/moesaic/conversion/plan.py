@@ -461,4 +461,4 @@ def versions() -> dict[str, str]:
 def public_name(model: str) -> str:
     """A model's name without private paths."""
     path = Path(model)
-    return path.name if path.exists() else model
+    return path.resolve().name if path.exists() else model

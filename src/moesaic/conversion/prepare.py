@@ -37,7 +37,7 @@ PAPER_SAMPLES = 8
 # What a conversion can give a method besides activations.
 GIVEN = frozenset({"gradients", "token ids", "domains"})
 LEAST_FITTED_TOKENS = 65_536
-TOKENS_PER_NEURON = 12
+CALIBRATION_PER_NEURON = 12
 LARGEST_SEED = 2**31 - 1
 
 
@@ -258,7 +258,7 @@ def usual_samples(plan: Plan, length: int) -> int:
     if outer is not None:
         tokens_per_use = outer.num_experts / outer.num_active
     neurons = plan.sizes.total * tokens_per_use
-    needed = min(TOKENS_PER_NEURON * neurons, MOST_TOKENS // 2)
+    needed = min(CALIBRATION_PER_NEURON * neurons, MOST_TOKENS // 2)
     tokens = max(LEAST_FITTED_TOKENS, int(needed))
     windows = math.ceil(tokens / length)
     return max(PAPER_SAMPLES, windows)

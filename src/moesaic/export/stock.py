@@ -93,8 +93,8 @@ def _router_reasons(moe: MoEConfig) -> list[str]:
     router = moe.router
     if router is None:
         return [
-            f"method {moe.name} left no experts: the model is a smaller dense one, which "
-            "--format dense writes"
+            f"method {moe.name} left no experts: the model is a smaller dense one; "
+            "--format dense writes those of some families"
         ]
     reasons = []
     if not router.is_matrix:

@@ -56,11 +56,21 @@ def resolve(model: str | Path) -> str:
     return name
 
 
+# transformers would put its matrices into the model, and check no other weights.
+HOLDS_ADAPTER = (
+    "holds a PEFT adapter beside the model: load both with PEFT and save "
+    "merge_and_unload(), or take adapter_config.json away"
+)
+
+
 def _check_folder(folder: Path) -> None:
     """Raises MoesaicError for a folder that holds no whole model."""
+    has_adapter = (folder / "adapter_config.json").is_file()
     if (folder / "config.json").is_file():
+        if has_adapter:
+            raise MoesaicError(f"{folder} {HOLDS_ADAPTER}")
         return
-    if (folder / "adapter_config.json").is_file():
+    if has_adapter:
         raise MoesaicError(
             f"{folder} is a PEFT adapter, and a whole model is needed here: fine-tune "
             "with --merge, or load it with PEFT and save merge_and_unload()"
@@ -170,6 +180,11 @@ def load_config(
         config.dtype = read_header(Path(where)).dtype
     if dtype != "auto":
         config.dtype = choose_dtype(dtype)
+    if getattr(config, "transformers_weights", None) is not None:
+        raise MoesaicError(
+            f"the config.json of {model} names files of weights (transformers_weights), "
+            "which may lie anywhere; rename them as transformers does and remove the line"
+        )
     if config.model_type == "moesaic":
         check_converted(config, str(model))
     return config
@@ -291,7 +306,7 @@ def load_model(
         loaded, info = _read_gguf(model, config, dtype)
     else:
         loaded, info = _read_checkpoint(model, config, dtype, trust_remote_code)
-    _check_loaded(model, config, info)
+    _check_loaded(model, config, loaded, info)
     try:
         loaded = loaded.to(device)
         return loaded.eval()
@@ -379,10 +394,14 @@ def _from_pretrained(
                 f"{model} ({family}) is no causal language model"
             ) from error
         raise _cannot_load(model, error) from error
+    if getattr(loaded, "_hf_peft_config_loaded", False):  # of a hub id
+        raise MoesaicError(f"{model} {HOLDS_ADAPTER}")
     return loaded, info
 
 
-def _check_loaded(model: str | Path, config: Any, info: dict[str, Any]) -> None:
+def _check_loaded(
+    model: str | Path, config: Any, loaded: Any, info: dict[str, Any]
+) -> None:
     """Raises MoesaicError unless checkpoint and configuration have the same weights."""
     missing = info.get("missing_keys") or ()
     mismatched = info.get("mismatched_keys") or ()
@@ -393,7 +412,7 @@ def _check_loaded(model: str | Path, config: Any, info: dict[str, Any]) -> None:
     _check_none(model, "missing", missing)
     _check_none(model, "mismatched", mismatched_keys)
     unexpected = info.get("unexpected_keys") or ()
-    left_out = _left_out(config, unexpected)
+    left_out = _left_out(config, loaded, unexpected)
     if left_out:
         raise MoesaicError(
             f"{model}: the checkpoint has weights that its config.json leaves out, "
@@ -409,16 +428,28 @@ def _check_none(model: str | Path, problem: str, keys: Collection[str]) -> None:
         )
 
 
-def _left_out(config: Any, unexpected: Iterable[str]) -> list[str]:
+def _left_out(config: Any, loaded: Any, unexpected: Iterable[str]) -> list[str]:
     """Weights that were not read and should have been.
 
-    Those of layers beyond the last; every one where the model is ours.
+    Those of layers beyond the last, and of modules that have another weight, such as
+    biases that the configuration does not name; every one where the model is ours.
     """
     if config.model_type == "moesaic":
         return sorted(unexpected)
     depth = config.get_text_config().num_hidden_layers
-    beyond = [key for key in unexpected if _layer_of(key) >= depth]
-    return sorted(beyond)
+    weighted = {
+        name for name, module in loaded.named_modules() if _has_weight(module)
+    }
+    left_out = []
+    for key in unexpected:
+        module_name, _, _ = key.rpartition(".")
+        if _layer_of(key) >= depth or module_name in weighted:
+            left_out.append(key)
+    return sorted(left_out)
+
+
+def _has_weight(module: Any) -> bool:
+    return "weight" in module._parameters
 
 
 def _layer_of(key: str) -> int:

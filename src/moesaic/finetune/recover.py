@@ -28,6 +28,7 @@ from moesaic.conversion.convert import convert_prepared
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.prepare import Prepared, source_name
+from moesaic.conversion.python_call import python_call
 from moesaic.conversion.report import (
     CONVERSION_FILE,
     RECOVERY_FILE,
@@ -324,7 +325,15 @@ def _write_both(
     config = load_config(folder)
     licence = licence_of(resolve(prepared.options.model))
     rows = recovery_rows(recovery)
-    command = prepared.options.command or _call(report, recovery)
+    command = prepared.options.command
+    if command is None:
+        settings = recovery.settings
+        command = python_call(
+            prepared.options,
+            report.model,
+            recover=settings["samples"] * settings["sequence_length"],
+            tune_dense=recovery.teacher_tuned,
+        )
     card = model_card(report, config.moesaic, licence, command, rows)
     files = {
         "README.md": card,
@@ -333,18 +342,6 @@ def _write_both(
     }
     for name, text in files.items():
         write_file(folder / name, text)
-
-
-def _call(report: ConversionReport, recovery: FinetuneReport) -> str:
-    """The call that makes both again, as far as one line tells."""
-    settings = recovery.settings
-    tokens = settings["samples"] * settings["sequence_length"]
-    method = report.method["name"]
-    more = ", tune_dense=True" if recovery.teacher_tuned else ""
-    return (
-        f"moesaic.convert({report.model!r}, {method!r}, {report.layout!r}, "
-        f"recover={tokens}{more})"
-    )
 
 
 def _json(values: dict[str, Any]) -> str:

@@ -727,8 +727,8 @@ void choose(const float* scores_R, const float* bias_R, const float* scale_R, bo
   const auto probability = [&](int64_t e) { return std::exp(scores_R[e] - most) / sum; };
   for (int64_t e = 0; e < R; e++) {
     const float value = (by_probability ? probability(e) : scores_R[e]) + bias_R[e];
-    // What is no number is in no order, and counts as minus infinity. Zeros are equal.
-    value_R[e] = value == value ? value + 0.0f : -INFINITY;
+    // What is no number is in no order, and counts as infinity. Zeros are equal.
+    value_R[e] = value == value ? value + 0.0f : INFINITY;
   }
   const int64_t first = by_threshold ? std::max_element(value_R, value_R + R) - value_R : 0;
   const auto runs = [&](int64_t e) { return !by_threshold || value_R[e] > 0 || e == first; };

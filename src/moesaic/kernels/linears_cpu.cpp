@@ -1,6 +1,6 @@
 // A linear layer on a CPU that reads the columns of its largest inputs only.
 //
-//     y_t = sum of x_ti column_i, over the i where abs(x_ti) * scale_i > threshold, + b
+//     y_t = sum of x_ti column_i, but for the i where abs(x_ti) * scale_i <= threshold, + b
 //
 // Built on first use (kernels/build.py). Columns lie side by side in memory. For few
 // tokens: each reads columns of its own.
@@ -35,7 +35,7 @@ struct Kept {
     x.reserve(call.I + LANES);
     for (int64_t i = 0; i < call.I; i++) {
       const float value = number(x_I[i]);
-      if (!(std::fabs(value) * call.scale_I[i] > threshold)) continue;
+      if (std::fabs(value) * call.scale_I[i] <= threshold) continue;  // NaN counts, and shows
       columns.push_back(weight_IN + i * call.N);
       x.push_back(value);
     }

@@ -31,6 +31,7 @@ from moesaic.methods.base import (
     LAYER_BUDGETS,
     REPAIRS,
     UNDO_DRIFT_HELP,
+    Budget,
     FFNShape,
     ModelShape,
     setting,
@@ -268,13 +269,21 @@ class MoesaicDynamic(Moesaic):
         config = super().router_config(ffn)
         return replace(config, cap=self.cap)
 
+    def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
+        """Those within the cap, where there are any."""
+        found = super().layouts(shape, budget)
+        if self.cap is None:
+            return found
+        allowed = [layout for layout in found if layout.num_active <= self.cap]
+        return allowed or found
+
     def plan(self, shape: ModelShape, layout: Layout) -> MoEConfig:
         moe = super().plan(shape, layout)
         mean = moe.first_sizes.num_active
         if self.cap is not None and self.cap < mean:
             raise self._contradiction(
                 f"cap {self.cap} is less than the {mean} experts that run on average in "
-                f"{layout}; take {mean} or more, or a larger sparsity"
+                f"{layout}; take {mean} or more"
             )
         return moe
 

@@ -62,7 +62,7 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
     def _counts(self, x: Tensor) -> Tensor:
         """Which inputs are read."""
         size = x.abs().float() * self.input_scale
-        return size > self.threshold
+        return ~(size <= self.threshold)  # what is no number counts, and shows
 
     def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:
         x_TI = inputs[0].flatten(0, -2)

@@ -43,14 +43,22 @@ def choice_thresholds(router: Any, value_TR: Tensor) -> Tensor | float:
     """What a router's values are compared with, for `soft_choice`.
 
     0 where thresholds choose; else (T, 1), half-way between the last value that runs and
-    the next, and below all values where all run.
+    the next, and below all values where all run. Where a cap is below that, as by top-k.
     """
     if router.chooser == "threshold":
-        return 0.0
+        routed = value_TR.shape[-1]
+        cap = getattr(router, "cap", routed)  # of neurons as many run as pass
+        if cap >= routed:
+            return 0.0
+        return _between(value_TR, cap).clamp(min=0)
     if router.num_active >= value_TR.shape[-1]:
         return -torch.inf
-    count = router.num_active + 1
-    best = value_TR.topk(count, dim=-1).values
+    return _between(value_TR, router.num_active)
+
+
+def _between(value_TR: Tensor, count: int) -> Tensor:
+    """Half-way between the value that is last of the `count` largest and the next (T, 1)."""
+    best = value_TR.topk(count + 1, dim=-1).values
     last_two = best[:, -2:]
     return last_two.mean(dim=-1, keepdim=True)
 
