@@ -156,8 +156,8 @@ def test_a_text_that_is_calibrated_on_is_known_by_its_field_too(tmp_path: Path) 
     whole = moesaic.compare("demo", ["static"], references=(), **SMALL | {"calibration": str(file)})
     named = SMALL | {"calibration": str(file), "text": [f"{file}:text"]}
     found = moesaic.compare("demo", ["static"], references=(), **named)
-    values = [list(cell["perplexity"].values()) for cell in found["cells"]]
-    assert values == [list(cell["perplexity"].values()) for cell in whole["cells"]]
+    values = [list(cell["perplexity"].values()) for cell in found["cells"].values()]
+    assert values == [list(cell["perplexity"].values()) for cell in whole["cells"].values()]
 
 
 def test_ranking_by_hand() -> None:
