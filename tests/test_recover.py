@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,25 +298,6 @@ def test_a_failed_conversion_keeps_the_trained_dense_model(
     monkeypatch.setattr(tune_dense_module, "train", fail)
     _, report = recovered(dense, tmp_path / "moved", tune_dense=True, command="x", resume=True)
     assert report.recovery["teacher_tuned"]
-
-
-def test_room_for_models_and_checkpoints_is_asked_for(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = SimpleNamespace(free=0)
-    monkeypatch.setattr(drafts.shutil, "disk_usage", lambda path: free)
-    message = r"the model takes (.*) MB more, the disk has 0\.0 MB free"
-    missing = []
-    for tune_dense in (False, True):
-        with pytest.raises(MoesaicError, match=message) as caught:
-            recovered(dense, tmp_path / "out", tune_dense=tune_dense)
-        found = re.search(message, str(caught.value))
-        assert found is not None
-        missing.append(float(found[1]))
-    models = sum(path.stat().st_size for path in dense.glob("*.safetensors")) / 1e6
-    assert missing[0] > 2 * models
-    assert missing[1] > missing[0]  # the trained dense model
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_training_keeps_the_conversion(

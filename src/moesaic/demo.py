@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-__all__ = ["DEMO_SPLITS", "demo_documents", "demo_path"]
+__all__ = ["DEMO_SPLITS", "demo_documents", "demo_path", "usual_text"]
 
 # Whole top-level modules, all present from Python 3.11 on; no document is in two splits.
 _HELDOUT = {
@@ -106,3 +106,8 @@ def demo_documents(split: str) -> list[str]:
 
         documents.extend(topics[name] for name in sorted(topics))
     return documents
+
+
+def usual_text(model: str | None) -> str:
+    """The text to take for a model where none is named."""
+    return "demo" if model == "demo" else "wikitext2"

@@ -15,6 +15,7 @@ from torch import Tensor
 from moesaic.calibration.share import Share
 from moesaic.errors import MoesaicError
 
+LARGEST_SEED = 2**31 - 1
 HELD_OUT = 8  # one token in so many, the last ones, is not fitted on
 MOST_TOKENS = 2**24
 
@@ -266,6 +267,14 @@ def heldout_windows(samples: int) -> int:
     if samples <= 1:
         return 0
     return max(samples // HELD_OUT, 1)
+
+
+def check_seed(seed: int) -> None:
+    """Raises MoesaicError for a seed that no generator takes."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise MoesaicError(
+            f"seed {seed} is outside 0..{LARGEST_SEED}; choose one inside it"
+        )
 
 
 def check_samples(samples: int, length: int) -> None:

@@ -17,6 +17,7 @@ from moesaic.cli.options import (
 )
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import comparison_table, out
+from moesaic.demo import usual_text
 from moesaic.errors import MoesaicError
 from moesaic.progress import status
 
@@ -135,7 +136,6 @@ def compare_command(
     shares = None if sparsity is None else _shares("--sparsity", sparsity)
     bytes_shares = _shares("--ffn-bytes", ffn_bytes)
     macs_shares = _shares("--ffn-macs", ffn_macs)
-    default_calibration = "demo" if model == "demo" else "wikitext2"
     names = [name.strip() for name in recipes.split(",")]
     quieten()
     from moesaic.comparison.compare import compare
@@ -149,7 +149,7 @@ def compare_command(
             ffn_macs=macs_shares,
             layout=layout,
             grain=grain or "medium",
-            calibration=calibration or [default_calibration],
+            calibration=calibration or [usual_text(model)],
             text=text,
             seeds=seeds,
             samples=samples,

@@ -26,6 +26,7 @@ from moesaic.cli.purpose import method_for, time_lines
 from moesaic.cli.quiet import quieten
 from moesaic.cli.tables import bytes_lines, macs_table, out, report_tables
 from moesaic.conversion.advice import note_on_copies
+from moesaic.demo import usual_text
 from moesaic.errors import MoesaicError
 
 
@@ -156,8 +157,7 @@ def convert_command(
             f"--for {purpose} chooses the layout too (of {usual}); leave out --layout "
             f"{layout}, or name a --method"
         )
-    default_source = "demo" if model == "demo" else "wikitext2"
-    sources = calibration or [default_source]
+    sources = calibration or [usual_text(model)]
     source = calibration_of(sources)
     choices: dict[str, Any] = {
         "model": model,

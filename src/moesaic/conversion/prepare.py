@@ -17,6 +17,7 @@ from moesaic.calibration.calibration_set import (
     MOST_TOKENS,
     CalibrationSet,
     check_samples,
+    check_seed,
 )
 from moesaic.calibration.text import has_heldout_split, to_ids
 from moesaic.conversion.options import ConvertOptions
@@ -38,7 +39,6 @@ PAPER_SAMPLES = 8
 GIVEN = frozenset({"gradients", "token ids", "domains"})
 LEAST_FITTED_TOKENS = 65_536
 CALIBRATION_PER_NEURON = 12
-LARGEST_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -321,8 +321,7 @@ def _check_numbers(samples: int, length: int, seed: int) -> None:
             f"samples {samples!r} and seed {seed!r} must be whole numbers"
         )
     check_samples(samples, length)
-    if not 0 <= seed <= LARGEST_SEED:
-        raise MoesaicError(f"seed {seed} is outside 0..{LARGEST_SEED}")
+    check_seed(seed)
 
 
 def _tokenizer_of(options: ConvertOptions, config: Any) -> Any:

@@ -375,9 +375,7 @@ class Run:
             ffns, layer, self.plan.moe, self.seed, self.clock
         )
         prefixes = ffns.prefixes(layer)
-        saved = None
-        if self.draft is not None:
-            saved = load_layer(self.draft, layer, prefixes, self.plan.moe)
+        saved = self._finished(layer, prefixes)
         if saved is not None:
             device = self.stream.device
             modules = [module.to(device) for module in saved.replacements]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.calibration.text import to_ids
+from moesaic.demo import usual_text
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.evaluate.work import active_ffn_fraction_of
@@ -108,5 +109,4 @@ def evaluate(
 
 
 def _default_text(model: str, config: Any) -> str:
-    base = base_model_of(config) or model
-    return "demo" if base == "demo" else "wikitext2"
+    return usual_text(base_model_of(config) or model)

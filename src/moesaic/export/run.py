@@ -45,6 +45,7 @@ from moesaic.families.load import (
     window_length,
 )
 from moesaic.output.atomic import check_new, new_path
+from moesaic.output.draft import SHARD_SIZE
 from moesaic.output.model_card import licence_of
 from moesaic.parts.products import widened_products
 
@@ -56,7 +57,6 @@ VERIFY_TOKENS = 16_384  # on which perplexities are measured
 # explain (SmolLM2 in bfloat16, 168 of 248 experts: 0.012).
 UNFAITHFUL = 0.05
 OTHER_CHOICES = 0.25
-SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True)

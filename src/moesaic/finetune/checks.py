@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from moesaic.calibration.calibration_set import check_seed
 from moesaic.errors import MoesaicError
 from moesaic.families.load import choose_device
 from moesaic.finetune.options import NO_TEACHER, FinetuneOptions
 
 MOST_RATE = 1e4
 MOST_EPOCHS = 10_000
-LARGEST_SEED = 2**31 - 1
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
@@ -22,7 +22,7 @@ def check_options(options: FinetuneOptions) -> None:
     """Raises MoesaicError for the first bad value. Looks at no model and no text."""
     _check_counts(options)
     _check_rates(options)
-    _check_seed(options.seed)
+    check_seed(options.seed)
     _check_device(options.device)
     _check_teacher(options)
     _check_tensorboard(options.tensorboard)
@@ -75,13 +75,6 @@ def _check_rates(options: FinetuneOptions) -> None:
             raise MoesaicError(
                 f"{name} {value}: a number at least 0 and below {MOST_RATE:g} is needed"
             )
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed <= LARGEST_SEED:
-        raise MoesaicError(
-            f"seed {seed} is outside 0..{LARGEST_SEED}; choose one inside it"
-        )
 
 
 def _check_device(device: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moesaic.calibration.text import to_ids
 from moesaic.conversion.prepare import ValidationText, hold_out, source_name
+from moesaic.demo import usual_text
 from moesaic.errors import MoesaicError
 from moesaic.families import find_ffns
 from moesaic.families.load import (
@@ -212,8 +213,7 @@ def _source(options: FinetuneOptions, config: Any) -> Any:
     """The text to train on: what was given, or the usual one."""
     if options.data is not None:
         return options.data
-    from_demo = config.moesaic.base_model == "demo"
-    return "demo" if from_demo else "wikitext2"
+    return usual_text(config.moesaic.base_model)
 
 
 def find_teacher(options: FinetuneOptions, config: Any) -> str | None:

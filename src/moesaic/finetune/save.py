@@ -26,12 +26,12 @@ from moesaic.finetune.prepare import TrainingInput
 from moesaic.finetune.report import FinetuneReport
 from moesaic.finetune.train import Trained
 from moesaic.output.atomic import set_usual_permissions
+from moesaic.output.draft import SHARD_SIZE
 from moesaic.output.model_card import licence_of
 
 # Gates are folded where the perplexity rises to no more than this times itself.
 # A model that a stock engine serves is worth that much (SmolLM2-135M: 1.0013).
 FOLD_LOSS = 1.005
-SHARD_SIZE = "5GB"
 
 
 def save_model(
