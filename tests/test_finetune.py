@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
@@ -713,6 +713,18 @@ def test_routers_of_a_bf16_model_run_while_they_are_float32() -> None:
     )
     wrapped = wrap(model, 4, 8, freeze_router=False)  # as after sharded training: no autocast
     assert measure_loads(wrapped, IDS) is not None
+
+
+def test_routers_are_measured_as_they_are_written(folder: Path, tmp_path: Path) -> None:
+    """The router of an adapter is float32, and becomes what the model beside it is."""
+    tuned(folder, tmp_path / "adapter", dtype="bfloat16", merge=False, samples=16)
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    routers = [weight for name, weight in weights.items() if "score_proj" in name]
+    assert routers
+    before = load_model(folder, "bfloat16").state_dict()
+    assert not any(torch.equal(weight, old) for weight in routers for old in before.values())
+    for weight in routers:
+        assert torch.equal(weight.bfloat16().float(), weight.float())
 
 
 def test_loads_are_named_by_the_layers_of_the_model() -> None:

@@ -323,11 +323,26 @@ def merge(wrapped: PeftModel) -> Any:
     for module in model.modules():
         if isinstance(module, MoesaicExperts):
             clear_padding(module)
+    for parameter in _written_rounded(model):
+        parameter.data = parameter.data.to(model.dtype)
+    return model.requires_grad_(True).eval()
+
+
+def round_routers(model: Any, dtype: torch.dtype) -> None:
+    """Gives trained routers the values that will be written, in place.
+
+    So that thresholds, loads and perplexity are of these.
+    """
+    for parameter in _written_rounded(model):
+        rounded = parameter.data.to(dtype)
+        parameter.data = rounded.to(parameter.dtype)
+
+
+def _written_rounded(model: Any) -> Iterator[nn.Parameter]:
     for router in _all_routers(model):
         for name, parameter in router.named_parameters():
             if name != "expert_scale":
-                parameter.data = parameter.data.to(model.dtype)
-    return model.requires_grad_(True).eval()
+                yield parameter
 
 
 def clear_padding(experts: Any) -> None:

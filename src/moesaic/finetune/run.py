@@ -29,6 +29,7 @@ from moesaic.finetune.checks import SHARDED, is_set, refuse_float16
 from moesaic.finetune.estimate import training_seconds
 from moesaic.finetune.fingerprint import fingerprint
 from moesaic.finetune.lora import merge as merge_lora
+from moesaic.finetune.lora import round_routers
 from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions, Mix
 from moesaic.finetune.prepare import (
     TrainingInput,
@@ -175,6 +176,7 @@ def _run(
         load_again_if_sharded(trained, inputs)
         windows_NL = first_windows(inputs.windows_NL)
         with torch.no_grad():
+            round_routers(trained.model, student.dtype)
             refit_thresholds(trained.model, windows_NL)
         trained.loads_after = measure_loads(trained.model, windows_NL)
         report.set_loads(trained.loads_before, trained.loads_after)
