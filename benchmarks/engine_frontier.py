@@ -13,7 +13,7 @@ transformers it is in its own dtype, and perplexity that of transformers. vLLM i
 dtype, 8 and 4 bits (benchmarks/vllm_files.py), single neurons as they are (plug-in), and perplexity
 is vLLM's own. Time is over the dense model's in 16 bits, by `moesaic bench`, so say it on a machine
 that does nothing else; --perplexity-only leaves time out, for one that does. --perplexities
-dense=1,NAME=1.03 takes what was measured elsewhere, so that models that were converted on few
+dense=1,NAME=1.03,NAME w8a8=1.04 takes what was measured elsewhere, so that models that were converted on few
 tokens may be timed. In vLLM each model is loaded alone, the dense one first and once more at the
 end (`again`).
 Writes DIR/ENGINE.json as it goes, and goes on with it; DIR/ENGINE.md and .png at the end.
@@ -84,7 +84,10 @@ class Frontier:
         for name, kind in self.names():
             row = self.rows.setdefault(f"{name} {kind}", {})
             model = self.file_of(name, kind)
-            known = self.options.perplexities.get(name)
+            perplexities = self.options.perplexities
+            known = perplexities.get(f"{name} {kind}")
+            if known is None and kind == BASE[self.options.engine]:
+                known = perplexities.get(name)
             if known is not None:
                 row["perplexity"] = known
             elif "perplexity" not in row:

@@ -87,7 +87,7 @@ def finetune_command(
         typer.Option(
             help="How fast the routers' biases move towards equal loads of the "
             "experts; where thresholds choose, all of a layer alike towards its "
-            "budget. 0: not at all."
+            "budget. 0: not at all, but for thresholds, which are set anew in the end."
         ),
     ] = 1e-3,
     distill: Annotated[
