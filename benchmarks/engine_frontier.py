@@ -14,8 +14,8 @@ dtype, 8 and 4 bits (benchmarks/vllm_files.py), single neurons as they are (plug
 is vLLM's own. Time is over the dense model's in 16 bits, by `moesaic bench`, so say it on a machine
 that does nothing else; --perplexity-only leaves time out, for one that does. --perplexities
 dense=1,NAME=1.03,NAME w8a8=1.04 takes what was measured elsewhere, so that models that were
-converted on few tokens may be timed. In vLLM each model is loaded alone, the dense one first and once more at the
-end (`again`).
+converted on few tokens may be timed. In vLLM each model is loaded alone, the dense one first and
+once more at the end (`again`).
 Writes DIR/ENGINE.json as it goes, and goes on with it; DIR/ENGINE.md and .png at the end.
 """
 
