@@ -23,7 +23,7 @@ from moesaic.comparison.speed import speed_over_dense
 from moesaic.conversion.convert import become_ours
 from moesaic.conversion.layer_budgets import share_budgets
 from moesaic.conversion.layer_error import LayerReport
-from moesaic.conversion.masks import set_view
+from moesaic.conversion.masks import set_views
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run
 from moesaic.errors import reason_of
@@ -213,8 +213,7 @@ def own_model(converted: Any, plan: Plan) -> Any:
     Shares no weights with the model, which is about to be dense again.
     """
     model = copy.deepcopy(converted)
-    for module in model.modules():
-        set_view(module, masked=False)
+    set_views(model, masked=False)
     if plan.is_ordinary:
         return model
     config = copy.deepcopy(plan.config)

@@ -16,13 +16,17 @@ def under_masks(model: Any) -> Iterator[None]:
     The fast path there lays weights out anew: those of a file would then be in memory.
     """
     masked = model.device.type == "cpu"
-    for module in model.modules():
-        set_view(module, masked)
+    set_views(model, masked)
     try:
         yield
     finally:
-        for module in model.modules():
-            set_view(module, masked=False)
+        set_views(model, masked=False)
+
+
+def set_views(model: Any, masked: bool) -> None:
+    """`set_view` of all that a model has."""
+    for module in model.modules():
+        set_view(module, masked)
 
 
 def set_view(module: Any, masked: bool) -> None:

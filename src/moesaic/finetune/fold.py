@@ -34,9 +34,8 @@ def mean_gates(model: Any, windows_NL: Tensor) -> list[Tensor]:
     def add(
         layer: int, router: Any, args: Any, output: tuple[Tensor, ...]
     ) -> None:
-        expert = output[
-            -2
-        ].flatten()  # from (T, K), or (P,) where thresholds choose P pairs
+        # Both are (T, K): gates are folded where all tokens run as many experts.
+        expert = output[-2].flatten()
         gate = output[-1].flatten()
         sums[layer].scatter_add_(0, expert, gate.float())
         count_1R, _ = chosen(router, args, output)

@@ -32,6 +32,7 @@ from moesaic.modeling import (
     RouterConfig,
     Sizes,
 )
+from moesaic.modeling.routers_moesaic import choose_experts
 from moesaic.parts.clustering import random_groups
 from moesaic.parts.energies import expert_energies, expert_grams
 from moesaic.parts.importance import split_shared
@@ -101,9 +102,9 @@ class OracleRouter(nn.Module):
 
     def choose(self, scores_TR: Tensor) -> Tensor:
         """Which experts run (T, R)."""
-        index_TK = scores_TR.topk(self.num_active, dim=1).indices
-        none_TR = torch.zeros_like(scores_TR, dtype=torch.bool)
-        return none_TR.scatter_(1, index_TK, True)
+        return choose_experts(
+            scores_TR, self.chooser, self.num_active, self.num_routed
+        )
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         scores_TR = self.scores(x_TD)
