@@ -390,8 +390,6 @@ class _Conversion:
             "layout": moe.layout,
             "experts": experts,
             "layers": moe.layers,
-            # What met a target had equal budgets.
-            "target ratio": self.options.target_ratio,
             "seed": self.options.seed,
             "dtype": self.dtype,
             "device": self.device.type,
