@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -519,6 +520,24 @@ def test_code_beside_the_weights_runs_only_if_asked(
     assert not has_module("/bin/true", "moesaic")  # no Python, and content with anything
     with pytest.raises(MoesaicError, match=r"install moesaic for .* or say --trust-remote-code"):
         bench(str(tmp_path), engine="vllm", engine_python=bare, prefill=8, decode=2)
+
+
+def test_each_model_is_run_in_the_format_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself vLLM runs a model of 32 bits in 16, and the floor counts 32."""
+    given = []
+
+    def note(engine: Any, python: str, settings: dict[str, Any]) -> Any:
+        given.append(settings["dtype"])
+        if len(given) == 2:
+            raise MoesaicError("far enough")
+        return nullcontext()
+
+    monkeypatch.setattr(bench_module, "started", note)
+    for dtype, expected in (("auto", ["bfloat16"] * 2), ("float32", ["float32"] * 2)):
+        with pytest.raises(MoesaicError, match="far enough"):
+            bench("demo", against="demo", dtype=dtype, rounds=1)
+        assert given == expected
+        given.clear()
 
 
 def test_a_configuration_without_a_format_names_none() -> None:

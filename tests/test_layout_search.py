@@ -24,7 +24,7 @@ from moesaic.conversion.prepare import prepare
 from moesaic.errors import MoesaicError
 from moesaic.families import find_ffns
 from moesaic.layout import GRAINS, layouts_for
-from tests.families import tiny_model
+from tests.families import tiny_model, tokens
 
 
 def windows(count: int = 8, length: int = 32) -> torch.Tensor:
@@ -203,7 +203,6 @@ def never(plan: Plan) -> float:
     ("choice", "reason"),
     [
         ({"target_ratio": 1.1, "layout": "S1A3E12"}, "no layout"),
-        ({"target_ratio": 1.1, "recipe": "moesaic-dynamic", "settings": {"cap": 30}}, "a cap"),
         ({"target_ratio": 0.9}, "outside"),
         ({"target_ratio": float("nan")}, "outside"),
         ({"target_ratio": 1.1}, "held-out"),  # windows leave nothing to hold out
@@ -224,3 +223,12 @@ def test_convert_reaches_a_target_and_reports_what_it_tried() -> None:
     )
     assert report.search[report.layout] <= 1.2
     assert report.active_ffn_fraction < 1
+
+
+def test_a_search_that_could_not_plan_all_it_may_come_to_does_not_begin() -> None:
+    ids = tokens(1, 4000).flatten()
+    with pytest.raises(MoesaicError, match="cap 10 is less than the 11 experts"):
+        moesaic.convert(
+            tiny_model("llama"), "moesaic-dynamic", calibration=ids, target_ratio=1.5,
+            samples=8, sequence_length=32, grain="coarse", settings={"cap": 10},
+        )  # fmt: skip

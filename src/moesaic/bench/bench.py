@@ -114,23 +114,25 @@ def bench(
         "models": len(names),
         "most_at_once": max(regime.batch for regime in kept),
     }
+    formats = [_format_of(config, dtype) for config in configs]
     with ExitStack() as stack:
         workers = []
-        for name, config in zip(names, configs, strict=True):
+        for name, config, own_format in zip(
+            names, configs, formats, strict=True
+        ):
             progress(f"loading {name}")
             own = {
                 "model": resolve(name),
                 "own_architecture": config is not None and is_converted(config),
                 "cache_gib": _cache_gib(config, settings),
                 # By itself vLLM takes 16 bits where a model has 32.
-                "dtype": _format_of(config, dtype) or dtype,
+                "dtype": own_format or dtype,
             }
             worker = started(found, python, settings | own)
             workers.append(stack.enter_context(worker))
         rows, stopped = _rows(workers, kept, counted, rounds, progress)
         about = [worker.about for worker in workers]
         notes = {note for worker in workers for note in worker.notes}
-    formats = [_format_of(config, dtype) for config in configs]
     return {
         "model": model,
         "against": against,

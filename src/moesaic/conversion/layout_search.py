@@ -23,6 +23,7 @@ from moesaic.conversion.trial_set import trial_set
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs
+from moesaic.layout import Layout
 from moesaic.memory import lent_to
 from moesaic.methods.base import Budget, FFNMethod
 from moesaic.modeling import Sizes
@@ -164,11 +165,6 @@ def check_target(prepared: Prepared) -> None:
             f"a target ratio counts experts, and method {options.method.name!r} has "
             "none; give a sparsity"
         )
-    if options.method.settings.get("cap") is not None:
-        raise MoesaicError(
-            "a target ratio chooses how many experts run, and a cap would forbid some of "
-            "them; leave out the cap, or give a layout"
-        )
     if options.budget.layout is not None or options.budget.sparsity is not None:
         raise MoesaicError(
             "a target ratio chooses the sparsity itself; give no layout and no sparsity "
@@ -184,6 +180,24 @@ def check_target(prepared: Prepared) -> None:
             "a target ratio needs held-out text, and the calibration text is too short "
             "to keep a tenth of it; give a longer text"
         )
+    # The search may come to any number of experts but all: none is to fail in the middle.
+    first = prepared.plans[0]
+    most = max(first.layout.num_routed - 1, 1)
+    _plan_of(prepared, replace(first.layout, num_active=most))
+
+
+def _plan_of(prepared: Prepared, layout: Layout) -> Plan:
+    """The plan by a layout, all else as it was prepared."""
+    options = prepared.options
+    first = prepared.plans[0]
+    return make_plan(
+        first.dense_config,
+        first.model,
+        first.method,
+        Budget(layout),
+        options.scope,
+        len(options.sources),
+    )
 
 
 def _search_target(
@@ -207,16 +221,8 @@ def _search_target(
     first = prepared.plans[0]
     log = step_log(options.progress)
 
-    def make(layout: Any) -> Plan:
-        budget = Budget(layout)
-        return make_plan(
-            first.dense_config,
-            first.model,
-            first.method,
-            budget,
-            options.scope,
-            len(options.sources),
-        )
+    def make(layout: Layout) -> Plan:
+        return _plan_of(prepared, layout)
 
     def ratio_of(plan: Plan) -> float:
         with ffns.restored():

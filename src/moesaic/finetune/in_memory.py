@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.errors import MoesaicError, unknown
 from moesaic.finetune.balance import refit_thresholds
 from moesaic.finetune.checks import check_options, refuse_float16
-from moesaic.finetune.lora import merge
+from moesaic.finetune.lora import merge, round_routers
 from moesaic.finetune.options import (
     AUTO_TEACHER,
     NO_TEACHER,
@@ -114,6 +114,7 @@ def tuned(student: Any, recovery: Recovery, dense: Any) -> Any:
             teacher,
         )
     with torch.no_grad():
+        round_routers(trained.model, student.dtype)
         refit_thresholds(trained.model, first_windows(recovery.windows_NL))
     return merge(trained.model)
 

@@ -24,7 +24,7 @@ class EachStep(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **_: Any
     ) -> None:
-        # A resumed run has the interval that it was started with.
+        # Else a resumed run keeps the interval that it was started with.
         state.save_steps = args.save_steps
         step = _windows_at_once(args) * args.gradient_accumulation_steps
         shown_here = self.wanted and state.is_world_process_zero

@@ -44,12 +44,10 @@ LOAD_TOKENS = 8192
 GPU_TOKENS = 4096
 CPU_TOKENS = 512
 CHECKPOINTS_KEPT = 2
-CHECKPOINTS_AT_ONCE = (
-    CHECKPOINTS_KEPT + 1
-)  # a new one is written before one goes
-CHECKPOINT_BYTES = (
-    12  # of a trained weight, with Adam's two moments, in float32
-)
+# A new one is written before one goes.
+CHECKPOINTS_AT_ONCE = CHECKPOINTS_KEPT + 1
+# Of a trained weight, with Adam's two moments, in float32.
+CHECKPOINT_BYTES = 12
 WARMUP_SHARE = 20  # one step in so many
 LOGGED_STEPS = 256
 CHECKPOINTS = 10  # of a run
