@@ -16,7 +16,6 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import moesaic
 from moesaic.calibration.calibration_set import CalibrationSet, Part
 from moesaic.calibration.share import ALONE, Share, device_of_process, share_of_launch
 from moesaic.errors import MoesaicError
@@ -322,10 +321,3 @@ def test_processes_do_not_share_what_cannot_send() -> None:
 def test_without_a_launcher_nothing_is_shared() -> None:
     assert share_of_launch(torch.device("cpu")) is ALONE
     assert device_of_process(torch.device("cuda:1")) == torch.device("cuda:1")
-
-
-def test_a_model_spread_over_devices_is_refused() -> None:
-    model = tiny_model("qwen3")
-    model.hf_device_map = {"model": 0, "lm_head": 1}
-    with pytest.raises(MoesaicError, match="lies on 0, 1 by its device_map; pass its folder"):
-        moesaic.convert(model, "static", "S2A3E8", tokens(8, CONTEXT))

@@ -1,4 +1,7 @@
-"""Memory that a layer takes while it is worked on, and gives back after that."""
+"""Memory that a layer takes while it is worked on, and gives back after that.
+
+And models that a `device_map` has spread over devices, which come together meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 
 
@@ -36,6 +42,35 @@ def lent_to(device: torch.device, module: nn.Module) -> Iterator[None]:
         if home != device:
             module.to(home)
         give_back_freed_memory()
+
+
+def is_spread(model: Any) -> bool:
+    """Whether a `device_map` has put parts of a model on different devices."""
+    return len(set(getattr(model, "hf_device_map", {}).values())) > 1
+
+
+@contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """A spread model in main memory meanwhile, without accelerate's hooks.
+
+    Hooks take inputs to where a layer was, not to where it is worked on. After that, or
+    after an error, parts of the same names are where they were. Other models stay as they
+    are.
+    """
+    if not is_spread(model):
+        yield
+        return
+    remove_hook_from_submodules(model)
+    model.to("cpu")
+    model.tie_weights()  # of two devices each had a copy
+    try:
+        yield
+    finally:
+        left = dict(model.named_modules())  # of those, a method may have cut some
+        places = model.hf_device_map.items()
+        device_map = {name: place for name, place in places if name in left}
+        skip_keys = model._skip_keys_device_placement
+        dispatch_model(model, device_map, skip_keys=skip_keys)
 
 
 def give_back_freed_memory() -> None:

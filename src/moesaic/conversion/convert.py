@@ -58,6 +58,7 @@ from moesaic.families.load import (
     load_model,
     resolve,
 )
+from moesaic.memory import gathered, is_spread
 from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
 from moesaic.output.model_card import licence_of
@@ -83,8 +84,9 @@ def convert_prepared(prepared: Prepared) -> tuple[Any, ConversionReport]:
     options = prepared.options
     device = _device_of(options)
     share = share_of_launch(device)
-    dense = _load(options, device)
-    with widened_products(dense.dtype, device):
+    dense = _load(options)
+    with gathered(dense), widened_products(dense.dtype, device):
+        _place(dense, options, device)
         conversion = _begin(prepared, dense, device, share)
         if conversion.share.processes > 1:
             conversion.share.check_same(conversion.identity())
@@ -135,8 +137,8 @@ def _device_of(options: ConvertOptions) -> torch.device:
     return device_of_process(choose_device(options.device))
 
 
-def _load(options: ConvertOptions, device: torch.device) -> Any:
-    """The dense model in evaluation mode, on the device where it fits there."""
+def _load(options: ConvertOptions) -> Any:
+    """The dense model in evaluation mode."""
     if options.in_memory:
         dense = options.model
     else:
@@ -148,17 +150,15 @@ def _load(options: ConvertOptions, device: torch.device) -> Any:
             f"{options.model_name} has weights that are not in memory; pass its folder "
             "instead"
         )
-    places = set(getattr(dense, "hf_device_map", {}).values())
-    if len(places) > 1:
-        names = ", ".join(sorted(map(str, places)))
-        raise MoesaicError(
-            f"{options.model_name} lies on {names} by its device_map; pass its folder "
-            "instead: a conversion takes one layer at a time to the device"
-        )
     dense.eval()
-    if not options.in_memory and _fits(dense, device):
-        dense.to(device)
     return dense
+
+
+def _place(dense: Any, options: ConvertOptions, device: torch.device) -> None:
+    """Moves the model to the device where it fits there; else layers go one by one."""
+    stays = options.in_memory and not is_spread(dense)
+    if not stays and _fits(dense, device):
+        dense.to(device)
 
 
 def _fits(model: Any, device: torch.device) -> bool:

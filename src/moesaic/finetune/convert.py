@@ -53,7 +53,8 @@ def convert(
     `model` is a hub id, a folder, a GGUF file, `demo`, or a model in memory, which is
     changed in place, in the dtype and on the device it has: its FFNs are replaced, its
     class becomes MoesaicForCausalLM, in evaluation mode. (Load it again after an error:
-    its first layers may be converted.) `recipe` is a method: its name (`moesaic
+    its first layers may be converted.) One that a `device_map` has spread over GPUs is in
+    main memory meanwhile. `recipe` is a method: its name (`moesaic
     methods`), a file, or a Method; `settings` are its fields. `calibration` is a SOURCE
     (see `moesaic.calibration.text.read_documents`), a list of strings, a
     `datasets.Dataset`, or token ids: one row, from which `samples` windows of
