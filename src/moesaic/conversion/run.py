@@ -173,63 +173,37 @@ class Run:
     ) -> LayerReport:
         """Converts one decoder layer's linear layers on the inputs that they get."""
         started = time.perf_counter()
-        moe = self.plan.moe
-        assert moe.linears is not None
-        paths = [path.format(layer) for path in moe.linears.paths]
+        assert self.plan.moe.linears is not None
+        paths = [path.format(layer) for path in self.plan.moe.linears.paths]
         prefixes = [self._prefixed(path) for path in paths]
-        saved = None
-        if self.draft is not None:
-            dense = [self._base.get_submodule(path) for path in paths]
-            saved = load_linears(self.draft, layer, prefixes, moe, dense)
+        saved = self._finished_linears(layer, paths, prefixes)
         if saved is not None:
             device = self.stream.device
             modules = [module.to(device) for module in saved.replacements]
             self._pass_on_linears(layer, paths, modules)
             self._map(layer, prefixes, modules, saved.report)
             return saved.report
-        blocks = self.stream.module_inputs(layer, paths)
+        all_inputs = self._linear_inputs(method, layer, paths)
         self.clock("inputs")
-        for path in paths:
-            if not blocks[path]:
-                raise self._blame(
-                    layer, MoesaicError(f"{path} is never called as a module")
-                )
         linears: list[Any] = []
-        all_inputs = []
-        replacements = []
-        errors = []
         for path in paths:
-            linear: Any = self._base.get_submodule(path)
-            inputs = FFNInputs(
-                blocks.pop(path),
-                self.calibration.split,
-                method.fits_weights,
-                self.stream.storage,
-                self.stream.device,
-            )
+            linear = self._base.get_submodule(path)
             linears.append(linear)
-            all_inputs.append(inputs)
         trial = LinearTrial(
             linears,
             all_inputs,
             self.calibration.length,
             partial(self._error_of, layer, paths),
         )
-        shares = method.shares_of_layer(trial, moe.linears.share)
+        shares = method.shares_of_layer(trial, self.plan.moe.linears.share)
         self.clock("shares")
-        for place, linear in enumerate(linears):
-            generator = np.random.default_rng([self.seed, layer, place])
-            inputs = all_inputs[place]
-            share = shares[place] if shares else moe.linears.share
-            try:
-                replacement = method.convert_linear(
-                    linear, inputs, share, generator
-                )
-            except MoesaicError as error:
-                raise self._blame(layer, error) from error
+        replacements = self._converted_linears(method, layer, trial, shares)
+        errors = []
+        for linear, replacement, inputs in zip(
+            linears, replacements, all_inputs, strict=True
+        ):
             lost = linear_error(linear, replacement, inputs)
             errors.append(lost)
-            replacements.append(replacement)
         self.clock("convert")
         self._pass_on_linears(layer, paths, replacements)
         report = linears_report(
@@ -239,6 +213,57 @@ class Run:
         report.seconds = time.perf_counter() - started
         self._save(layer, prefixes, replacements, report)
         return report
+
+    def _finished_linears(
+        self, layer: int, paths: list[str], prefixes: list[str]
+    ) -> SavedLayer | None:
+        """What an earlier run wrote of them."""
+        if self.draft is None:
+            return None
+        dense = [self._base.get_submodule(path) for path in paths]
+        return load_linears(self.draft, layer, prefixes, self.plan.moe, dense)
+
+    def _linear_inputs(
+        self, method: LinearMethod, layer: int, paths: list[str]
+    ) -> list[FFNInputs]:
+        """The inputs of each, from one pass through the layer."""
+        blocks = self.stream.module_inputs(layer, paths)
+        all_inputs = []
+        for path in paths:
+            if not blocks[path]:
+                error = MoesaicError(f"{path} is never called as a module")
+                raise self._blame(layer, error)
+            inputs = FFNInputs(
+                blocks.pop(path),
+                self.calibration.split,
+                method.fits_weights,
+                self.stream.storage,
+                self.stream.device,
+            )
+            all_inputs.append(inputs)
+        return all_inputs
+
+    def _converted_linears(
+        self,
+        method: LinearMethod,
+        layer: int,
+        trial: LinearTrial,
+        shares: list[float],
+    ) -> list[Any]:
+        """Their replacements, each by its own share or the plan's."""
+        assert self.plan.moe.linears is not None
+        replacements = []
+        for place, linear in enumerate(trial.linears):
+            share = shares[place] if shares else self.plan.moe.linears.share
+            generator = np.random.default_rng([self.seed, layer, place])
+            try:
+                replacement = method.convert_linear(
+                    linear, trial.inputs[place], share, generator
+                )
+            except MoesaicError as error:
+                raise self._blame(layer, error) from error
+            replacements.append(replacement)
+        return replacements
 
     def _error_of(
         self, layer: int, paths: list[str], samples: int
