@@ -414,9 +414,11 @@ class LinearMethod(Method):
 
     A subclass defines `convert_linear`; `chosen_paths` where it leaves some as they
     are, and `replacement`, the class of modeling/linears_moesaic.py that it returns.
+    `dense_start` of a prompt's tokens, from its first, skip nothing.
     """
 
     replacement: ClassVar[str] = "thresholded"
+    dense_start: ClassVar[float] = 0.0
 
     @abstractmethod
     def convert_linear(
@@ -458,7 +460,9 @@ class LinearMethod(Method):
                 f"{shape.name} has no linear layers that method {self.name!r} replaces"
             )
         share = 1 - sparsity
-        linears = LinearConfig(self.replacement, paths, share)
+        linears = LinearConfig(
+            self.replacement, paths, share, dense_start=self.dense_start
+        )
         return [
             MoEConfig(
                 method=self.to_dict(),

@@ -34,6 +34,13 @@ class LargestInputs(LinearMethod):
         64,
     )
 
+    dense_start: float = setting(  # type: ignore[misc]
+        0.01,
+        "Share of a prompt's tokens, from its first, that skip nothing.",
+        0,
+        most=1,
+    )
+
     @abstractmethod
     def scale_of(self, linear: nn.Linear) -> Tensor:
         """What the magnitude of every input counts by (I inputs)."""
@@ -45,7 +52,9 @@ class LargestInputs(LinearMethod):
         if self.shares == "equal" or share == 1:
             return []
         scales = [self.scale_of(linear) for linear in trial.linears]
-        return greedy_shares(trial, share, scales, self.tokens)
+        return greedy_shares(
+            trial, share, scales, self.tokens, self.dense_start
+        )
 
     def convert_linear(
         self,
@@ -55,4 +64,4 @@ class LargestInputs(LinearMethod):
         generator: np.random.Generator,
     ) -> MoesaicThresholdedLinear:
         scale_I = self.scale_of(weights)
-        return keep_largest(weights, inputs, share, scale_I)
+        return keep_largest(weights, inputs, share, scale_I, self.dense_start)

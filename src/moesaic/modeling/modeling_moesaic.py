@@ -76,7 +76,8 @@ def new_linear(
     """
     assert moe.linears is not None
     kind = LINEAR_REPLACEMENTS[moe.linears.replacement]
-    return kind.like(dense, moe.linears.share_of(layer, path))
+    share = moe.linears.share_of(layer, path)
+    return kind.like(dense, share, moe.linears.dense_start)
 
 
 def install(

@@ -239,13 +239,14 @@ class LinearConfig:
     `replacement` names the class: "thresholded". `paths` lead from the base model to
     the layers, with `{}` for the decoder layer. `share` of the weights is used for a
     token, on average; `shares` holds, by decoder layer, those of each path where they
-    differ.
+    differ. The first `dense_start` of the tokens of a call skip nothing.
     """
 
     replacement: str
     paths: tuple[str, ...]
     share: float
     shares: dict[str, list[float]] = field(default_factory=dict)
+    dense_start: float = 0.0
 
     def share_of(self, layer: int, path: str) -> float:
         """The share of one linear layer's weights."""
@@ -264,6 +265,8 @@ class LinearConfig:
             return "linears paths"
         if not 0 < self.share <= 1:
             return "linears share"
+        if not 0 <= self.dense_start <= 1:
+            return "linears dense_start"
         for shares in self.shares.values():
             if len(shares) != len(self.paths):
                 return "linears shares"

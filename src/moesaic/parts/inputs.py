@@ -26,7 +26,11 @@ ROUNDING = 1e-9
 
 @torch.no_grad()
 def keep_largest(
-    linear: nn.Linear, inputs: FFNInputs, share: float, scale_I: Tensor
+    linear: nn.Linear,
+    inputs: FFNInputs,
+    share: float,
+    scale_I: Tensor,
+    dense_start: float = 0.0,
 ) -> MoesaicThresholdedLinear:
     """The layer on that share of its inputs whose abs(x_i) * scale_i is largest.
 
@@ -37,7 +41,7 @@ def keep_largest(
     weights = {
         name: value.clone() for name, value in linear.state_dict().items()
     }
-    kept = _with_weights(linear, weights, share, scale_I)
+    kept = _with_weights(linear, weights, share, scale_I, dense_start)
     if share < 1:
         size_TI = _sizes(inputs, SAMPLE_TOKENS, scale_I)
         count = round(share * size_TI.numel())
@@ -46,10 +50,14 @@ def keep_largest(
 
 
 def _with_weights(
-    linear: nn.Linear, state: dict[str, Tensor], share: float, scale_I: Tensor
+    linear: nn.Linear,
+    state: dict[str, Tensor],
+    share: float,
+    scale_I: Tensor,
+    dense_start: float,
 ) -> MoesaicThresholdedLinear:
     """With these weights and a threshold below all inputs."""
-    kept = MoesaicThresholdedLinear.like(linear, share)
+    kept = MoesaicThresholdedLinear.like(linear, share, dense_start)
     below_all = torch.tensor(-1.0)
     scales = {"input_scale": scale_I.float(), "threshold": below_all}
     kept.load_state_dict(state | scales, assign=True)
@@ -69,6 +77,7 @@ def greedy_shares(
     share: float,
     scales: Sequence[Tensor],
     tokens: int,
+    dense_start: float = 0.0,
 ) -> list[float]:
     """Shares of a decoder layer's linear layers, of mean `share`, by TEAL's search.
 
@@ -84,7 +93,7 @@ def greedy_shares(
         trial.linears, trial.inputs, scales, strict=True
     ):
         weights = linear.state_dict()
-        replacement = _with_weights(linear, weights, 1.0, scale_I)
+        replacement = _with_weights(linear, weights, 1.0, scale_I, dense_start)
         replacements.append(replacement)
         size_TI = _sizes(inputs, tokens, scale_I)
         sorted_sizes.append(size_TI.flatten().sort().values)
