@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import platform
 import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -861,3 +863,61 @@ def test_code_is_not_loaded_from_a_folder_that_others_may_write_to(tmp_path: Pat
     with pytest.raises(OSError, match="not yours alone"):
         build._compiled(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_more_threads_than_their_sums_have_room_for() -> None:
+    """Then tokens go in pieces, each by all threads; here 63 and 2 of them."""
+    block = block_of((0, 8, 4, 2, 4160))
+    x_TD = torch.randn(65, 4160)
+    before = torch.get_num_threads()
+    torch.set_num_threads(64)
+    try:
+        found_TD = block_forward(block, x_TD)
+    finally:
+        torch.set_num_threads(before)
+    assert found_TD is not None
+    torch.testing.assert_close(found_TD, block_forward(block, x_TD), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_was_made_in_inference_mode() -> None:
+    """Its weights are inference tensors, and take no memory of another kind."""
+    with torch.inference_mode():
+        block = block_of(SHAPES[1])
+        x_TD = torch.randn(3, 40)
+        first_TD = block_forward(block, x_TD)
+        again_TD = block_forward(copy.deepcopy(block), x_TD)
+    assert first_TD is not None
+    assert again_TD is not None
+    torch.testing.assert_close(again_TD, first_TD)
+
+
+def test_memory_of_several_processes_stays_theirs() -> None:
+    block = block_of(SHAPES[1]).share_memory()
+    assert block_forward(block, torch.randn(3, 40)) is None
+    assert all(parameter.is_shared() for parameter in block.parameters())
+
+
+def test_without_memory_it_is_an_error_as_torchs() -> None:
+    """In a process whose address space is limited once everything is loaded."""
+    script = """
+import resource
+import torch
+from moesaic.kernels.blocks import block_forward
+from tests.test_kernels import SHAPES, block_of
+with torch.no_grad():
+    block = block_of(SHAPES[1])
+    block_forward(block, torch.zeros(1000, 40))
+    x_TD = torch.zeros(4_000_000, 40)
+    used = 4096 * int(open("/proc/self/statm").read().split()[0])
+    room = used + x_TD.nbytes + 2**25
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    try:
+        block_forward(block, x_TD)
+    except RuntimeError as error:
+        print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert "no memory for 4,000,000 tokens at once" in run.stdout, run.stderr

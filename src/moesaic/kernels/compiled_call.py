@@ -28,7 +28,8 @@ class CompiledCall:
     """What `moesaic_WHAT_DTYPE` puts out (T, N) for tokens (T, D) of that dtype.
 
     `struct` holds where the weights lie, so whoever calls sees to it that they do still.
-    Threads of Python may share it. Raises RuntimeError where nothing is compiled.
+    Threads of Python may share it. Raises RuntimeError where nothing is compiled, and, as
+    torch does, where there is no memory.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class CompiledCall:
             raise RuntimeError("moesaic's kernels for a CPU are not compiled")
         self.function = getattr(compiled, f"moesaic_{what}_{DTYPES[dtype]}")
         self.function.argtypes = _ARGUMENTS
-        self.function.restype = None
+        self.function.restype = ctypes.c_int32
         self.struct = struct
         self.address = ctypes.addressof(struct)
         self.outputs = outputs
@@ -54,11 +55,16 @@ class CompiledCall:
         y_TN = torch.empty(
             (tokens, self.outputs), dtype=x_TD.dtype, device=x_TD.device
         )
-        self.function(
+        has_memory = self.function(
             self.address,
             x_TD.data_ptr(),
             y_TN.data_ptr(),
             tokens,
             torch.get_num_threads(),
         )
+        if not has_memory:
+            raise RuntimeError(
+                f"no memory for {tokens:,} tokens at once in moesaic's kernel for a CPU; "
+                "take fewer"
+            )
         return y_TN

@@ -523,13 +523,24 @@ void by_neurons(const Experts<T>& experts, const int64_t* index_TK, const float*
 template <typename T>
 void run_experts(const Experts<T>& experts, const int64_t* index_TK, const float* gate_TK,
                  T* out_TD, int64_t tokens, int64_t K, int threads) {
+  const int64_t D = experts.D;
   const int64_t split = experts.has_tiles() ? SPLIT_TILED : SPLIT_TOKENS;
-  const bool many = tokens >= split * threads || tokens * experts.D * threads > MOST_SUMS;
+  // By neurons weights are read once for so many tokens, by tokens once for each thread.
+  const int64_t at_once = std::max<int64_t>(1, MOST_SUMS / (D * threads));
+  const bool many = tokens >= split * threads || tokens > at_once * threads;
   static thread_local Lines<float> y;
-  const size_t needed = tokens * experts.D * (many ? 1 : threads);
+  const size_t needed = many ? tokens * D : std::min(at_once, tokens) * D * threads;
   if (y.size() < needed) y.resize(needed);
-  auto way = many ? by_tokens<T> : by_neurons<T>;
-  way(experts, index_TK, gate_TK, y.data(), out_TD, tokens, K, threads);
+  if (many) {
+    by_tokens(experts, index_TK, gate_TK, y.data(), out_TD, tokens, K, threads);
+  } else {
+    for (int64_t begin = 0; begin < tokens; begin += at_once) {
+      Experts<T> of_some = experts;
+      of_some.x_TD += begin * D;
+      by_neurons(of_some, index_TK + begin * K, gate_TK + begin * K, y.data(),
+                 out_TD + begin * D, std::min(at_once, tokens - begin), K, threads);
+    }
+  }
   if (needed > static_cast<size_t>(MOST_SUMS)) Lines<float>().swap(y);  // of one long prompt
 }
 
@@ -766,7 +777,8 @@ void route(const Router<T>& router, const T* x_TD, bool by_threshold, int64_t* i
   const bool by_probability =
       router.copies && !by_threshold && Router<T>::any(router.bias_R, R);
   static thread_local Lines<float> kept;
-  kept.resize(2 * tokens * R);
+  const size_t needed = (router.gate_RD ? 2 : 1) * tokens * R;
+  kept.resize(needed);
   float* scores_TR = kept.data();
   float* gate_TR = scores_TR + tokens * R;
 #pragma omp parallel num_threads(threads)
@@ -784,6 +796,7 @@ void route(const Router<T>& router, const T* x_TD, bool by_threshold, int64_t* i
       choose(scores_TR + t * R, router.bias_R, router.scale_R, scaled, by_probability,
              by_threshold, R, K, choice, index_TK + t * K, gate_TK + t * K);
   }
+  if (needed > static_cast<size_t>(MOST_SUMS)) Lines<float>().swap(kept);
 }
 
 // What Python hands over beside the tokens; an expert's matrices are laid out as
@@ -849,14 +862,18 @@ void run_call(const Call& call, const T* x_TD, T* out_TD, int64_t tokens, int th
 
 }  // namespace
 
-extern "C" void moesaic_experts_float32(const Call* call, const void* x_TD, void* out_TD,
+extern "C" int32_t moesaic_experts_float32(const Call* call, const void* x_TD, void* out_TD,
     int64_t tokens, int32_t threads) {
-  run_call<float>(*call, (const float*)x_TD, (float*)out_TD, tokens, threads);
+  return has_memory([&] {
+    run_call<float>(*call, (const float*)x_TD, (float*)out_TD, tokens, threads);
+  });
 }
 
-extern "C" void moesaic_experts_bfloat16(const Call* call, const void* x_TD, void* out_TD,
+extern "C" int32_t moesaic_experts_bfloat16(const Call* call, const void* x_TD, void* out_TD,
     int64_t tokens, int32_t threads) {
-  run_call<bf16>(*call, (const bf16*)x_TD, (bf16*)out_TD, tokens, threads);
+  return has_memory([&] {
+    run_call<bf16>(*call, (const bf16*)x_TD, (bf16*)out_TD, tokens, threads);
+  });
 }
 
 extern "C" int32_t moesaic_has_tiles() { return tiles_are_there(); }

@@ -342,7 +342,7 @@ def _output(
         place_C = c_C // M
         expert_C = tl.load(list_A + place_C, place_C < listed, 0)
         at_C = expert_C.to(tl.int64) * from_expert + c_C % M * from_column
-        at_NC = d_N[:, None] * from_row + at_C[None, :]
+        at_NC = d_N.to(tl.int64)[:, None] * from_row + at_C[None, :]
         there_NC = (d_N < D)[:, None] & (place_C < listed)[None, :]
         down_NC = tl.load(down_RDM + at_NC, there_NC, 0.0)
         h_CT = tokens_of(h_TF + S, t_T, tokens, c_C, listed * M, F)

@@ -84,13 +84,21 @@ def can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:
 
 
 def are_parameters_beside(parameters: list[Any], x_TD: Tensor) -> bool:
-    """Whether these are plain parameters on the input's device, in its dtype."""
+    """Whether these are plain parameters on the input's device, in its dtype.
+
+    And not in memory that processes share, which must stay where it is.
+    """
     for parameter in parameters:
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) is not nn.Parameter or is_of_processes(parameter):
             return False
         if parameter.dtype != x_TD.dtype or parameter.device != x_TD.device:
             return False
     return True
+
+
+def is_of_processes(parameter: Tensor) -> bool:
+    """Whether other processes see this memory on a CPU (`share_memory`)."""
+    return parameter.is_cpu and parameter.is_shared()
 
 
 def learns(module: Any, matrix: str = "weight") -> bool:
@@ -145,14 +153,16 @@ def as_one_matrix(down_RDM: Any) -> Tensor:
 
 
 def _turned(matrix: Any, first: int, second: int) -> Tensor:
+    """In memory of the same kind: an inference tensor takes no other, and what others are
+    could never be trained again on one.
+    """
     turned: Tensor = matrix.data.transpose(first, second)
     if turned.is_contiguous():
         return turned
     with _LAYING_OUT:
         turned = matrix.data.transpose(first, second)
         if not turned.is_contiguous():
-            # Else it could never be trained again.
-            with torch.inference_mode(False):
+            with torch.inference_mode(matrix.is_inference()):
                 before = matrix.data
                 turned = before.transpose(first, second).contiguous()
                 matrix.data = turned.transpose(first, second)
@@ -162,14 +172,14 @@ def _turned(matrix: Any, first: int, second: int) -> Tensor:
 
 
 def on_lines(matrix: Any) -> Tensor:
-    """The same, and its memory begins with a line of the cache.
+    """The same matrix, and its memory begins with a line of the cache.
 
     Weights read from a file lie as they come there. In place: nothing is held twice.
     """
     if matrix.data_ptr() % LINE:
         with _LAYING_OUT:
             if matrix.data_ptr() % LINE:
-                with torch.inference_mode(False):
+                with torch.inference_mode(matrix.is_inference()):
                     matrix.data = matrix.data.clone()
     found: Tensor = matrix
     return found

@@ -17,6 +17,7 @@ from moesaic.kernels.inputs import (
     FEW_TOKENS,
     is_plain_inference,
     learns,
+    is_of_processes,
     rows_side_by_side,
 )
 from moesaic.kernels.seen import Known, Seen, run_as_known
@@ -78,7 +79,7 @@ def _fits(linear: Any, x_TI: Tensor) -> bool:
             continue
         if type(parameter) is not nn.Parameter or parameter.dtype != x_TI.dtype:
             return False
-        if not parameter.is_cpu:
+        if not parameter.is_cpu or is_of_processes(parameter):
             return False
     if linear.bias is not None and not _is_vector(linear.bias, outputs):
         return False

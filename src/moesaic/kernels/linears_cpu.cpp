@@ -79,12 +79,16 @@ void run_linear(const Call& call, const T* x_TI, T* out_TN, int64_t tokens, int 
 
 }  // namespace
 
-extern "C" void moesaic_linear_float32(const Call* call, const void* x_TI, void* out_TN,
+extern "C" int32_t moesaic_linear_float32(const Call* call, const void* x_TI, void* out_TN,
     int64_t tokens, int32_t threads) {
-  run_linear<float>(*call, (const float*)x_TI, (float*)out_TN, tokens, threads);
+  return has_memory([&] {
+    run_linear<float>(*call, (const float*)x_TI, (float*)out_TN, tokens, threads);
+  });
 }
 
-extern "C" void moesaic_linear_bfloat16(const Call* call, const void* x_TI, void* out_TN,
+extern "C" int32_t moesaic_linear_bfloat16(const Call* call, const void* x_TI, void* out_TN,
     int64_t tokens, int32_t threads) {
-  run_linear<bf16>(*call, (const bf16*)x_TI, (bf16*)out_TN, tokens, threads);
+  return has_memory([&] {
+    run_linear<bf16>(*call, (const bf16*)x_TI, (bf16*)out_TN, tokens, threads);
+  });
 }

@@ -726,12 +726,16 @@ extern "C" void moesaic_copy_bfloat16(const void* planes, const void* scales, vo
   write_copy_of<bf16>(planes, scales, out, plane_step, row_step, F, D, bits, threads);
 }
 
-extern "C" void moesaic_neurons_float32(const Call* call, const void* x_TD, void* out_TD,
+extern "C" int32_t moesaic_neurons_float32(const Call* call, const void* x_TD, void* out_TD,
     int64_t tokens, int32_t threads) {
-  run_call<float>(*call, {(const float*)x_TD, (float*)out_TD, tokens, threads});
+  return has_memory([&] {
+    run_call<float>(*call, {(const float*)x_TD, (float*)out_TD, tokens, threads});
+  });
 }
 
-extern "C" void moesaic_neurons_bfloat16(const Call* call, const void* x_TD, void* out_TD,
+extern "C" int32_t moesaic_neurons_bfloat16(const Call* call, const void* x_TD, void* out_TD,
     int64_t tokens, int32_t threads) {
-  run_call<bf16>(*call, {(const bf16*)x_TD, (bf16*)out_TD, tokens, threads});
+  return has_memory([&] {
+    run_call<bf16>(*call, {(const bf16*)x_TD, (bf16*)out_TD, tokens, threads});
+  });
 }

@@ -56,6 +56,18 @@ struct LineAllocator {
 template <typename T>
 using Lines = std::vector<T, LineAllocator<T>>;
 
+// Runs it, and says whether there was memory: an exception would end Python. (One of several
+// threads still does; what they ask for is small.)
+template <typename Work>
+int32_t has_memory(const Work& work) {
+  try {
+    work();
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+  return 1;
+}
+
 // --- numbers ---------------------------------------------------------------------------
 
 // Less zero, for that is nothing to compute: plus zero changes -0.
