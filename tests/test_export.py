@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moesaic
 from moesaic.cli.main import main
@@ -28,7 +29,7 @@ from moesaic.errors import MoesaicError
 from moesaic.export import gguf_file, glm4_moe, qwen2_moe, run
 from moesaic.export.gguf_vocab import PRE_TOKENIZERS, read_vocabulary
 from moesaic.export.scale import choose_scale, chosen
-from moesaic.export.stock import blocks, common_reasons
+from moesaic.export.stock import blocks, common_config, common_reasons
 from moesaic.export.verify import (
     _changed_by_chance,
     agreement,
@@ -327,6 +328,33 @@ def test_a_scale_by_hand() -> None:
         assert scale.changed == 0
 
 
+def test_a_router_in_bfloat16_changes_choices_whatever_the_scale() -> None:
+    """The same scale, since no other would help."""
+    torch.manual_seed(0)
+    x_TD, weight_RD = torch.randn(4096, 64), torch.randn(32, 64)
+    arguments = (x_TD, weight_RD, torch.zeros(32), 16, qwen2_moe.route)
+    exact = choose_scale(*arguments)
+    rounded = choose_scale(*arguments, logit_dtype=torch.bfloat16)
+    assert rounded.factor == exact.factor
+    assert exact.changed < 1e-3 < rounded.changed < 0.2
+
+
+def test_where_long_factors_begin_stays_where_vllm_reads_it() -> None:
+    """LongRoPE of Phi-3: the length is an attribute of the configuration itself."""
+    config = CONFIG_MAPPING["llama"](max_position_embeddings=64)
+    config.original_max_position_embeddings = 16
+    assert common_config(config, torch.float32)["original_max_position_embeddings"] == 16
+    del config.original_max_position_embeddings
+    assert "original_max_position_embeddings" not in common_config(config, torch.float32)
+
+
+def test_sliding_windows_are_warned_of_where_engines_leave_them_out() -> None:
+    """vLLM keeps the window that all layers have."""
+    for name, layers in (("mistral, sliding", 0), ("qwen2, sliding", 1)):
+        config = dense_model(name).config
+        assert len(qwen2_moe.warnings(config)) == layers
+
+
 def test_smaller_scales_bring_gates_nearer_to_one_and_choices_apart() -> None:
     torch.manual_seed(0)
     x_TD, weight_RD = torch.randn(4096, 64), torch.randn(32, 64)
@@ -391,6 +419,22 @@ def test_a_gguf_vocabulary_is_the_tokenizers(folders: dict[str, Path], tmp_path:
     assert types[len(own) :] == [5] * (VOCABULARY - len(own))
 
 
+def test_a_gguf_file_holds_several_chat_templates_under_a_name_without_effect(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """llama.cpp asks files named after Phi-3 for tokens of its tokenizer."""
+    folder = tmp_path / "converted"
+    shutil.copytree(folders["llama"], folder)
+    several = tokenizer()
+    several.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    several.save_pretrained(folder)
+    moesaic.export(folder, "gguf", tmp_path / "my-Phi-3.gguf")
+    fields = gguf.GGUFReader(tmp_path / "my-Phi-3.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "{{ tools }}"
+    assert fields["general.name"].contents() == "moesaic"
+
+
 def test_a_sentencepiece_vocabulary_scores_by_merge_rank(shared: Path, tmp_path: Path) -> None:
     found = read_vocabulary(load_tokenizer(shared / "models" / "stories260K"), 512)
     assert (found.model, found.space_prefix) == ("llama", True)
@@ -436,6 +480,10 @@ def other_merges(spec: dict[str, Any]) -> None:
     spec["model"]["ignore_merges"] = True
 
 
+def spaces_beside(spec: dict[str, Any]) -> None:
+    spec["added_tokens"][0]["rstrip"] = True
+
+
 def lower_case_sentencepiece(spec: dict[str, Any]) -> None:
     spec["model"] |= {"byte_fallback": True}
     spec["pre_tokenizer"] = None
@@ -456,6 +504,7 @@ def words_sentencepiece(spec: dict[str, Any]) -> None:
         (lower_case, "changes text by Lowercase first"),
         (removed_cuts, "cuts text by Split and ByteLevel in a way"),
         (other_merges, "merges otherwise than llama.cpp's gpt-2"),
+        (spaces_beside, "takes spaces beside it, which llama.cpp does not see"),
         (lower_case_sentencepiece, "changes text by Lowercase first"),
         (words_sentencepiece, "cuts text by Whitespace before it merges"),
     ],
@@ -678,7 +727,6 @@ def test_the_command_exports_explains_and_verifies(
                 tmp_path / "text.txt", "--json", report) == 0  # fmt: skip
     printed = " ".join(capsys.readouterr().out.split())
     assert "perplexity" in printed
-    assert "--max-model-len 8" in printed
     found = json.loads(report.read_text())
     assert found["comparison"]["mean"] < 1e-3
     assert found["comparison"]["perplexity"] == pytest.approx(

@@ -24,10 +24,12 @@ from moesaic.families.load import (
     load_config,
     load_model,
     load_tokenizer,
+    mend_generation,
     resolve,
     source_of,
 )
-from tests.gguf_models import CONTEXT, tiny_llama, write_gguf
+from tests.families import CONTEXT, tiny_model, tokens
+from tests.gguf_models import tiny_llama, write_gguf
 
 TEXT = "the cat and the hat, 12 Grüße\n" * 300
 
@@ -318,3 +320,20 @@ def test_a_folder_has_a_name_wherever_one_stands(
     assert public_name(".") == "llama-9b"
     assert public_name(str(folder)) == "llama-9b"
     assert public_name("someone/llama-9b") == "someone/llama-9b"
+
+
+def test_a_generation_config_that_cannot_be_saved_is_mended_first(tmp_path: Path) -> None:
+    """A temperature where nothing is sampled does nothing; transformers refuses to save it."""
+    model = tiny_model("llama")
+    model.generation_config.temperature = 0.7
+    with pytest.raises(ValueError, match="save"):
+        model.generation_config.save_pretrained(tmp_path)
+    moesaic.convert(model, "static", "S2A3E8", tokens(8, CONTEXT), output=tmp_path / "new")
+    assert load_model(tmp_path / "new").generation_config.do_sample is not True
+
+
+def test_a_generation_config_that_is_wrong_otherwise_is_named() -> None:
+    model = tiny_model("llama")
+    model.generation_config.num_return_sequences = 3
+    with pytest.raises(MoesaicError, match=r"tiny: .*num_return_sequences.*mend its"):
+        mend_generation(model, "tiny")

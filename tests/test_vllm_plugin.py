@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import moesaic
 from moesaic import vllm_plugin
 from moesaic.kernels.build import library
-from moesaic.modeling import MoesaicReplacement
+from moesaic.modeling import MoesaicReplacement, MoesaicThresholdedLinear
 from moesaic.modeling.replacement_moesaic import own_kernels
 from tests.families import CONTEXT, tiny_model, tokens
 
@@ -43,6 +43,15 @@ def test_it_registers_the_class_that_converted_models_name(
     [(name, where)] = known
     assert name == type(model).__name__
     assert where == "moesaic.vllm_model:MoesaicForCausalLM"
+
+
+def test_where_it_cannot_others_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM calls every plug-in for every model, and stops where one does."""
+    monkeypatch.setitem(sys.modules, "moesaic.modeling", None)
+    vllm_plugin.register()
+    assert "vLLM cannot serve models of moesaic" in caplog.text
 
 
 class Replaced(nn.Linear):
@@ -128,8 +137,15 @@ def test_in_vllm_our_parts_stay_as_they_are(vllm_model: Any, recipe: str) -> Non
     ids = tokens(8, CONTEXT)
     model, _ = moesaic.convert(tiny_model("qwen2"), method, calibration=ids, **RECIPES[recipe])
     model.eval()
+    for module in model.modules():
+        if isinstance(module, MoesaicThresholdedLinear):
+            assert module.dense_start > 0
+            module.dense_start = 0.0  # as it is to be there
     with torch.no_grad():
         expected = model(ids[:1]).logits
+        for module in model.modules():
+            if isinstance(module, MoesaicThresholdedLinear):
+                module.dense_start = 0.01
     ours = [module for module in model.modules() if isinstance(module, MoesaicReplacement)]
     kept = [type(part) for module in ours for part in module.modules()]
 

@@ -50,6 +50,10 @@ class MoesaicForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for module in self.model.modules():
+            if isinstance(module, MoesaicThresholdedLinear):
+                # Tokens of all requests stand side by side: the first begin no prompt.
+                module.dense_start = 0.0
         if not self._ours_run():
             return
         # Where an operation of a graph finds modules, as it does vLLM's attention.

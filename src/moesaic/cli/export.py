@@ -119,6 +119,7 @@ def _explain(
 ) -> None:
     quieten()
     from moesaic.export.fits import GGUF, explain
+    from moesaic.families.load import resolve
 
     found = explain(model, trust_remote_code)
     table = Table("format", "fits", "why not", title=model)
@@ -126,6 +127,11 @@ def _explain(
         fits = "no" if reasons else "yes"
         table.add_row(name, fits, *folded("; ".join(reasons)))
     out.print(table)
+    if not Path(resolve(model)).is_dir():
+        out.print(
+            "not looked at: weights on the hub. A router whose gates or biases were trained "
+            "may not fit"
+        )
     if any(not found[name] for name in GGUF):
         out.print(LLAMA_CPP_SPEED)
     write_json(json_file, found)

@@ -56,6 +56,7 @@ from moesaic.families import FFNs, find_ffns
 from moesaic.families.load import (
     choose_device,
     load_model,
+    mend_generation,
     resolve,
 )
 from moesaic.memory import gathered, is_spread
@@ -150,6 +151,7 @@ def _load(options: ConvertOptions) -> Any:
             f"{options.model_name} has weights that are not in memory; pass its folder "
             "instead"
         )
+    mend_generation(dense, options.model_name)
     dense.eval()
     return dense
 

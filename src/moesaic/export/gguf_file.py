@@ -88,7 +88,7 @@ def write(path: Path, stock: Any, tokenizer: Any, dtype: str) -> None:
     kind = _KINDS[dtype]
     writer = gguf.GGUFWriter(path, architecture_name)
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(path.stem)
+    writer.add_name(_model_name(path))
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, config)
@@ -188,8 +188,21 @@ def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
     ends_with_eos = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
     writer.add_add_bos_token(starts_with_bos)
     writer.add_add_eos_token(ends_with_eos)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [
+            {"name": name, "template": text} for name, text in template.items()
+        ]
+    if template:
+        writer.add_chat_template(template)
+
+
+def _model_name(path: Path) -> str:
+    """The file's. By these llama.cpp would expect the tokens of Phi-3's own tokenizer."""
+    name = path.stem
+    if "phi3" in name.lower() or "phi-3" in name.lower():
+        return "moesaic"
+    return name
 
 
 def _special_tokens(tokenizer: Any, config: Any) -> dict[str, int | None]:

@@ -55,6 +55,12 @@ def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
         raise MoesaicError(
             "its tokenizer merges tokens with spaces, which GGUF cannot hold"
         )
+    for token in spec["added_tokens"]:
+        if token["lstrip"] or token["rstrip"]:
+            raise MoesaicError(
+                f"its token {token['content']!r} takes spaces beside it, which llama.cpp "
+                "does not see"
+            )
     tokens, types = _tokens(spec, size)
     if _is_sentencepiece(model):
         _check_sentencepiece(spec)

@@ -65,6 +65,9 @@ def warnings(config: Any) -> list[str]:
     ]
 
 
+ROUTES_IN_FLOAT32 = True
+
+
 def route(
     logit_TR: Tensor, bias_R: Tensor, num_active: int
 ) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from moesaic.export.stock import (
 )
 from moesaic.modeling import Sizes, padded
 
+ROUTES_IN_FLOAT32 = False  # but in the model's format
 # Scaled router weights are below float16's range.
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -43,10 +44,11 @@ def supports(config: Any) -> list[str]:
 def warnings(config: Any) -> list[str]:
     """What engines do otherwise than transformers."""
     differences = []
-    if any(sliding_layers(config)):
+    slides = sliding_layers(config)
+    if any(slides) and not all(slides):
         differences.append(
-            "vLLM's qwen2_moe knows no sliding windows: serve with --max-model-len "
-            f"{config.sliding_window} there"
+            "vLLM's qwen2_moe knows no sliding windows of some layers alone: serve with "
+            f"--max-model-len {config.sliding_window} there"
         )
     attention_width = config.num_attention_heads * head_dim_of(config)
     if attention_width != config.hidden_size:

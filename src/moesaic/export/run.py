@@ -97,6 +97,13 @@ class ExportOptions:
             return gguf_file.qwen2moe_route
         return self.target.route
 
+    def logit_dtype(self, dtype: str) -> torch.dtype:
+        """What the engine's router computes scores in, of a model written in `dtype`."""
+        if self.one_file or self.target.ROUTES_IN_FLOAT32:
+            return torch.float32
+        rounded: torch.dtype = getattr(torch, dtype)
+        return rounded
+
 
 @dataclass(frozen=True)
 class ExportReport:
@@ -170,7 +177,7 @@ def run_export(
     probe_ids = ids[:PROBE_TOKENS]
     widened = partial(widened_products, loaded.dtype, loaded.device)
     with widened():
-        scales = _choose_scales(options, loaded, probe_ids, length)
+        scales = _choose_scales(options, loaded, probe_ids, length, dtype)
     factors = [scale.factor for scale in scales]
     stock = _build(options, loaded, factors)
     with new_path(options.output) as part:
@@ -252,7 +259,7 @@ def _load(options: ExportOptions) -> tuple[Any, str]:
 
 
 def _choose_scales(
-    options: ExportOptions, model: Any, ids: Tensor, length: int
+    options: ExportOptions, model: Any, ids: Tensor, length: int, dtype: str
 ) -> list[Scale]:
     """The scale of every layer's scores, on a text; none where nothing is routed."""
     if model.config.moesaic.router is None:
@@ -270,6 +277,7 @@ def _choose_scales(
             num_active,
             options.route,
             options.epsilon,
+            options.logit_dtype(dtype),
         )
         scales.append(replace(scale, layer=layer))
     return scales

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,12 +61,14 @@ def choose_scale(
     num_active: int,
     route: Route,
     epsilon: float | None = None,
+    logit_dtype: torch.dtype = torch.float32,
 ) -> Scale:
     """The largest scale that leaves the gates within GATE_ERROR of 1: the fewest changed choices.
 
     Where more than MOST_CHANGED of the tokens run other experts then, larger ones up to eight times
     that error. `epsilon` asks for the power of two nearest to epsilon / (standard deviation of the
-    scores). 2 T D R FLOPs per scale tried.
+    scores). A router that rounds its logits to `logit_dtype` changes more choices, at any scale.
+    2 T D R FLOPs per scale tried.
     """
     x_TD = x_TD.float()
     weight_RD = weight_RD.float()
@@ -86,8 +88,7 @@ def choose_scale(
         scaled_RD = weight_RD * factor
         logit_TR = x_TD @ scaled_RD.T
         index_TK, gate_TK = route(logit_TR, bias_R * factor, num_active)
-        changed_T = (chosen(index_TK, num_routed) != original_TR).any(1)
-        changed = changed_T.double().mean().item()
+        changed = _changed(index_TK, original_TR)
         scale = Scale(factor, _gate_error(gate_TK), changed)
         if best is not None:
             few_changed = best.changed <= MOST_CHANGED
@@ -96,7 +97,17 @@ def choose_scale(
                 break
         best = scale
     assert best is not None
-    return best
+    logit_TR = x_TD @ (weight_RD * best.factor).T
+    rounded_TR = logit_TR.to(logit_dtype).float()
+    index_TK, _ = route(rounded_TR, bias_R * best.factor, num_active)
+    return replace(best, changed=_changed(index_TK, original_TR))
+
+
+def _changed(index_TK: Tensor, original_TR: Tensor) -> float:
+    """The share of tokens that run other experts."""
+    num_routed = original_TR.shape[1]
+    changed_T = (chosen(index_TK, num_routed) != original_TR).any(1)
+    return changed_T.double().mean().item()
 
 
 def _spread(score_TR: Tensor) -> float:

@@ -147,7 +147,10 @@ def common_config(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     rope = dict(config.rope_parameters)
     rotary_factor = getattr(config, "partial_rotary_factor", None) or 1.0
     rope.setdefault("partial_rotary_factor", rotary_factor)
-    return {
+    # vLLM reads it here: the length from where long factors are taken.
+    original = getattr(config, "original_max_position_embeddings", None)
+    lengths = {"original_max_position_embeddings": original} if original else {}
+    return lengths | {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.demo import demo_path
@@ -22,6 +27,16 @@ from moesaic.families.gguf_header import read_header
 from moesaic.modeling import ConfigError, MoEConfig
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
+# Of a generation configuration: what counts where tokens are drawn, and else does nothing.
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+)
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -307,6 +322,7 @@ def load_model(
     else:
         loaded, info = _read_checkpoint(model, config, dtype, trust_remote_code)
     _check_loaded(model, config, loaded, info)
+    mend_generation(loaded, str(model))
     try:
         loaded = loaded.to(device)
         return loaded.eval()
@@ -314,6 +330,39 @@ def load_model(
         raise MoesaicError(
             f"{model} does not fit into the memory of {device}; try --device cpu"
         ) from error
+
+
+def mend_generation(model: Any, name: str) -> None:
+    """Makes sure that the generation configuration can be saved in the end.
+
+    transformers may load one that it refuses to save: values for sampling where nothing is
+    sampled. Such values do nothing, and get their defaults. Raises MoesaicError for what
+    else is wrong.
+    """
+    found = _wrong_generation(model)
+    if found is None:
+        return
+    defaults = GenerationConfig()
+    if not model.generation_config.do_sample:
+        for value in _SAMPLING:
+            default = getattr(defaults, value, None)
+            setattr(model.generation_config, value, default)
+    found = _wrong_generation(model)
+    if found is not None:
+        raise MoesaicError(
+            f"{name}: transformers refuses to save its generation configuration "
+            f"({found}); mend its generation_config.json"
+        )
+
+
+def _wrong_generation(model: Any) -> str | None:
+    """Why transformers would not save it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            model.generation_config.save_pretrained(scratch)
+        except ValueError as error:
+            return first_line(error)
+    return None
 
 
 def _read_checkpoint(

@@ -15,9 +15,9 @@ from moesaic.kernels.build import library
 from moesaic.kernels.compiled_call import DTYPES, CompiledCall
 from moesaic.kernels.inputs import (
     FEW_TOKENS,
+    is_of_processes,
     is_plain_inference,
     learns,
-    is_of_processes,
     rows_side_by_side,
 )
 from moesaic.kernels.seen import Known, Seen, run_as_known
