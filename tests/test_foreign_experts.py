@@ -301,6 +301,24 @@ def test_the_gradient_at_an_ffn_s_output_is_that_of_its_weights(family: str) -> 
         torch.testing.assert_close(found[layer] * down_DF, product_DF, rtol=1e-4, atol=1e-7)
 
 
+def test_gradients_in_float16_are_not_too_small_for_it() -> None:
+    """As small as those of long windows are."""
+    model = tiny_model("llama")
+    model.lm_head.weight.data *= 1e-4
+    found: dict[torch.dtype, Tensor] = {}
+    for dtype in (torch.float32, torch.float16):
+        model.to(dtype)
+        gradients: list[Tensor] = []
+
+        def visit(layer: int, x_TD: Tensor, gradient_TD: Tensor) -> None:
+            gradients.append(gradient_TD)  # noqa: B023
+
+        visit_gradients(model, find_ffns(model), WINDOWS[:1], visit)
+        found[dtype] = torch.cat(gradients)
+    error = (found[torch.float16] - found[torch.float32]).norm()
+    assert error < 0.01 * found[torch.float32].norm()
+
+
 def test_gradients_are_not_there_in_inference_mode() -> None:
     model = tiny_model("qwen3")
     with (
