@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import moesaic
+from moesaic.calibration.calibration_set import CalibrationSet
+from moesaic.calibration.text import to_ids
 from moesaic.cli.main import main
 from moesaic.comparison.compare import REFERENCES, _outlook
 from moesaic.comparison.entries import EQUAL_WORK, METHOD, REFERENCE, make_entries
@@ -18,7 +21,7 @@ from moesaic.comparison.options import FFN_BYTES, FFN_MACS, SPARSITY, CompareOpt
 from moesaic.comparison.rows import Cell, ranked, remarks
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
-from moesaic.families.load import load_config
+from moesaic.families.load import load_config, load_model, load_tokenizer
 from moesaic.methods.load import load_method
 
 SMALL: dict[str, Any] = {
@@ -45,10 +48,6 @@ def test_every_row_has_the_same_budget_and_all_seeds(result: tuple[dict[str, Any
 
 
 def test_a_cell_is_what_convert_and_perplexity_give(result: tuple[dict[str, Any], Path]) -> None:
-    from moesaic.calibration.calibration_set import CalibrationSet
-    from moesaic.calibration.text import to_ids
-    from moesaic.families.load import load_model, load_tokenizer
-
     row = next(row for row in result[0]["rows"] if row["method"] == "static-repaired")
     cell = next(
         cell for cell in result[0]["cells"].values()
@@ -158,6 +157,38 @@ def test_a_text_that_is_calibrated_on_is_known_by_its_field_too(tmp_path: Path) 
     found = moesaic.compare("demo", ["static"], references=(), **named)
     values = [list(cell["perplexity"].values()) for cell in found["cells"].values()]
     assert values == [list(cell["perplexity"].values()) for cell in whole["cells"].values()]
+
+
+def test_what_thresholds_run_on_a_text_is_told(tmp_path: Path) -> None:
+    """Counted again, layer by layer, with the model that `convert` gives."""
+    text = tmp_path / "text.txt"
+    text.write_text("0123456789 " * 400)
+    method = load_method("moesaic-dynamic", {"layer_budgets": "uniform"})
+    asked = SMALL | {"seeds": 1, "references": (), "text": [str(text)]}
+    result = moesaic.compare("demo", [method, "moesaic"], **asked)
+    [told] = [line for line in result["remarks"] if "of what is chosen from runs" in line]
+    assert told.startswith("moesaic-dynamic")
+
+    tokenizer = load_tokenizer("demo")
+    windows = CalibrationSet.sample(to_ids("demo", tokenizer), 2, 64, 0).windows_NL
+    model, _ = moesaic.convert(
+        load_model("demo", "float32"), method, calibration=windows, sparsity=0.5
+    )
+    running = []
+
+    def count(block: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        runs_TR, _ = block.units(inputs[0])
+        running.append(runs_TR.float().mean().item())
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(count)
+    ids = to_ids(str(text), tokenizer)[:1024]
+    with torch.no_grad():
+        for window in ids[None].split(512, dim=1):
+            model(window)
+    assert f"{sum(running) / len(running):.1%} of what" in told
+    sizes = model.config.moesaic.first_sizes
+    assert f"planned, {sizes.num_active / sizes.num_routed:.1%}" in told
 
 
 def test_ranking_by_hand() -> None:

@@ -6,6 +6,7 @@ Shape suffixes: N windows, L tokens of one, B windows of a batch.
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,10 @@ from moesaic.errors import reason_of
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs, Mixtures
 from moesaic.finetune.in_memory import Recovery, tuned, tuned_dense, why_not
+from moesaic.inspection.measure import measure
 from moesaic.methods.base import FFNMethod
+
+TOLD = 0.01  # that more or less runs than was planned
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class Trials:
             seconds = time.perf_counter() - started
             plan = plan.settled(layers)
             values = self.evaluation.perplexities(self.dense)
+            ran = self._notes_on_thresholds(plan)
             if wants_copy:
                 student = own_model(self.dense, plan)
         speed = None
@@ -135,6 +140,7 @@ class Trials:
         recovered = _Tuned(untuned=refusal)
         if self.recovery is not None and refusal is None:
             recovered = self._tuned(student, self.recovery)
+        notes = _notes(layers) + _note_on_prompt(plan, self.evaluation)
         work = over_dense(plan)
         repairs = isinstance(method, FFNMethod) and method.fits_weights
         loads = [layer.expert_load for layer in layers if layer.expert_load]
@@ -162,7 +168,7 @@ class Trials:
             better_static=better_static,
             load_max_over_mean=_unevenness(loads),
             dead_experts=_dead_experts(loads),
-            notes=_notes(layers) + _note_on_prompt(plan, self.evaluation),
+            notes=notes + ran,
             seconds=seconds,
             router_recall=_mean_recall(layers),
             passes=seconds / self.dense_seconds,
@@ -171,6 +177,27 @@ class Trials:
             tuning_failed=recovered.failed,
             speed=speed,
         )
+
+    def _notes_on_thresholds(self, plan: Plan) -> list[str]:
+        """Where more or less runs on a text than was planned on the calibration text.
+
+        Only thresholds allow that, and work is as planned. Of the first tokens of a text.
+        """
+        planned = _planned_by_thresholds(plan)
+        if planned is None or isinstance(self.ffns, Mixtures):
+            return []
+        notes = []
+        for name, ids_T in self.evaluation.texts.items():
+            found = measure(self.dense, ids_T, [], name, ffns=self.ffns)
+            assert found is not None
+            rates = [statistics.mean(layer.rates) for layer in found.layers]
+            ran = statistics.mean(rates)
+            if abs(ran - planned) > TOLD:
+                notes.append(
+                    f"on {name} {ran:.1%} of what is chosen from runs, and work is "
+                    f"counted as planned, {planned:.1%}"
+                )
+        return notes
 
     def tuned_dense(self, recovery: Recovery) -> dict[str, float]:
         """Perplexities of a copy of the dense model after the same training."""
@@ -236,6 +263,17 @@ def _note_on_prompt(plan: Plan, evaluation: Evaluation) -> list[str]:
         f"the first {router.prompt} of {evaluation.length} tokens of every window run "
         "whole; work is that of a token after them"
     ]
+
+
+def _planned_by_thresholds(plan: Plan) -> float | None:
+    """The mean share of a layer's units that is to run; None where no threshold decides."""
+    moe = plan.moe
+    if moe.linears is not None:
+        return moe.linears.mean_share
+    if moe.router is None or moe.router.chooser != "threshold":
+        return None
+    shares = [sizes.num_active / sizes.num_routed for sizes in moe.sizes]
+    return statistics.mean(shares)
 
 
 def _unevenness(loads: list[list[float]]) -> float | None:

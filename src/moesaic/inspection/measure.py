@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.errors import MoesaicError
-from moesaic.families import find_ffns
+from moesaic.families import FFNs, find_ffns
 from moesaic.families.load import context_of
 from moesaic.modeling import MoesaicReplacement, chosen_for_each_token
 from moesaic.parts.products import widened_products
@@ -87,10 +87,12 @@ def measure(
     words: list[str],
     source: str,
     progress: Callable[[int], Any] | None = None,
+    ffns: FFNs | None = None,
 ) -> Pass | None:
     """Passes at most MEASURED_TOKENS of a row of ids through a converted model.
 
-    `words` are the shown tokens as text. None where nothing stands in for a part of the
+    `words` are the shown tokens as text. `ffns` are the model's, where it is the dense one
+    with replacements in it, which no longer tells. None where nothing stands in for a part of the
     dense model. Costs about three forward passes of those
     tokens: routers and all units are computed once more. Raises MoesaicError for ids
     that the model does not know.
@@ -101,7 +103,7 @@ def measure(
             f"the text has token {int(ids_T.max())}, the model knows "
             f"0..{len(embeddings) - 1}: the tokenizer is not this model's"
         )
-    watchers = _watchers(model)
+    watchers = _watchers(ffns or find_ffns(model))
     if not watchers:
         return None
     base = getattr(model, model.base_model_prefix, model)
@@ -134,9 +136,8 @@ def most_shown(model: Any) -> int:
     return min(SHOWN_TOKENS, WINDOW, context_of(model.config))
 
 
-def _watchers(model: Any) -> list[_Watcher]:
+def _watchers(ffns: FFNs) -> list[_Watcher]:
     """One for each layer that has a replacement in it."""
-    ffns = find_ffns(model)
     watchers = []
     for number, layer in enumerate(ffns.layers):
         whole = _whole(ffns, number)

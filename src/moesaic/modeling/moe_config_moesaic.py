@@ -255,6 +255,14 @@ class LinearConfig:
             return self.share
         return shares[self.paths.index(path)]
 
+    @property
+    def mean_share(self) -> float:
+        """The mean share of a linear layer, each counted once whatever its size."""
+        if not self.shares:
+            return self.share
+        shares = [share for row in self.shares.values() for share in row]
+        return sum(shares) / len(shares)
+
     def wrong(self) -> str | None:
         """The first field whose value makes no sense."""
         if self.replacement not in LINEAR_KINDS:
