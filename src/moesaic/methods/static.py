@@ -57,6 +57,12 @@ class StaticRepaired(Static):
     description = METHODS["static-repaired"]
     fits_weights = True
 
+    up_steps: int = setting(
+        0,
+        "Steps that refit the rows of W_up too; 4 loses less, takes longer.",
+        0,
+    )
+
     undo_drift: float = setting(  # type: ignore[misc]
         0.5, UNDO_DRIFT_HELP, 0, most=1
     )
@@ -69,5 +75,9 @@ class StaticRepaired(Static):
 
     def repair(self, fit: LayerFit) -> DenseFFN:
         return fit_repair(
-            fit, "least-squares", intercept=False, undo_drift=self.undo_drift
+            fit,
+            "least-squares",
+            intercept=False,
+            up_steps=self.up_steps,
+            undo_drift=self.undo_drift,
         )
