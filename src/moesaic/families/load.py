@@ -356,7 +356,12 @@ def mend_generation(model: Any, name: str) -> None:
 
 
 def _wrong_generation(model: Any) -> str | None:
-    """Why transformers would not save it."""
+    """Why transformers would not save it. Some versions save what they have read."""
+    try:
+        model.generation_config.validate(strict=True)
+        return None
+    except ValueError:
+        pass
     with tempfile.TemporaryDirectory() as scratch:
         try:
             model.generation_config.save_pretrained(scratch)

@@ -98,6 +98,8 @@ def are_parameters_beside(parameters: list[Any], x_TD: Tensor) -> bool:
 
 def is_of_processes(parameter: Tensor) -> bool:
     """Whether other processes see this memory on a CPU (`share_memory`)."""
+    if torch.compiler.is_compiling():  # for a GPU, and a graph cannot ask
+        return False
     return parameter.is_cpu and parameter.is_shared()
 
 
