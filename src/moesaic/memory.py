@@ -66,9 +66,8 @@ def gathered(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        left = dict(
-            model.named_modules()
-        )  # of those, a method may have cut some
+        # A method may have cut some of them.
+        left = dict(model.named_modules())
         places = model.hf_device_map.items()
         device_map = {name: place for name, place in places if name in left}
         skip_keys = model._skip_keys_device_placement

@@ -270,7 +270,7 @@ def _planned_by_thresholds(plan: Plan) -> float | None:
     moe = plan.moe
     if moe.linears is not None:
         return moe.linears.mean_share
-    if moe.router is None or moe.router.chooser != "threshold":
+    if moe.router is None or moe.router.fixed_count:
         return None
     shares = [sizes.num_active / sizes.num_routed for sizes in moe.sizes]
     return statistics.mean(shares)

@@ -78,9 +78,8 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
     def _counts(self, x: Tensor) -> Tensor:
         """Which inputs are read."""
         size = x.abs().float() * self.input_scale
-        counts = ~(
-            size <= self.threshold
-        )  # what is no number counts, and shows
+        # What is no number counts, and shows.
+        counts = ~(size <= self.threshold)
         dense_tokens = self._dense_tokens(x)
         if dense_tokens:
             counts[:, :dense_tokens] = True
