@@ -20,6 +20,11 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 SHARED = Path(__file__).parents[2] / "shared"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What reads kernels line by line takes minutes, and begins first: nobody waits for it."""
+    items.sort(key=lambda item: "test_in_a_process_of_its_own" not in item.name)
+
+
 @pytest.fixture(autouse=True)
 def _one_seed() -> None:
     torch.manual_seed(0)

@@ -461,8 +461,7 @@ def test_models_timed_in_formats_of_their_own_are_told_apart(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here = sys.modules["moesaic.bench.bench"]  # by its name there is a function
-    monkeypatch.setattr(here, "is_emulated", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(bench_module, "is_emulated", lambda dtype: dtype == torch.bfloat16)
     halved = tmp_path / "halved"
     dense_model("llama").to(torch.bfloat16).save_pretrained(halved)
     tokenizer().save_pretrained(halved)
@@ -473,9 +472,9 @@ def test_models_timed_in_formats_of_their_own_are_told_apart(
     printed = " ".join(capsys.readouterr().out.split())
     assert "timed in float32, the other in bfloat16: --dtype" in printed
     assert "no instructions for bfloat16" in printed
-    same = bench(str(folder), against=str(halved), device="cpu", dtype="float32", **sizes)
-    assert same["dtypes"] == ["float32", "float32"]
-    assert same["emulated"] == []
+    same = [bench_module._format_of(load_config(str(halved)), "float32")] * 2
+    assert same == ["float32", "float32"]
+    assert bench_module._emulated(same, ENGINES["transformers"], "cpu") == []
 
 
 @pytest.mark.parametrize(

@@ -907,6 +907,8 @@ def test_advice_follows_from_the_facts_of_a_report() -> None:
     assert "moesaic-dynamic" in advice(active_ffn_fraction=0.5)
     assert "finetune" not in advice(method={"name": "oracle"})
     assert "finetune" in advice(method={"name": "griffin"})
+    assert "--target-ratio" in advice(method={"name": "moesaic-dynamic"})
+    assert "--target-ratio" not in advice(method={"name": "flap"})  # layers differ in width
     for name in ("teal", "wina", "sleb", "slicegpt"):  # these are refused there
         other = advice(method={"name": name})
         assert "finetune" not in other

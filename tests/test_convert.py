@@ -219,6 +219,18 @@ def test_resume_refuses_other_weights_of_the_same_shape(dense: Path, tmp_path: P
         moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True)
 
 
+def test_resume_refuses_another_configuration_of_the_same_weights(
+    dense: Path, tmp_path: Path
+) -> None:
+    torch.save(WINDOWS, tmp_path / "windows.pt")
+    output = tmp_path / "out"
+    run_python(_KILLED, dense, output, 1)
+    config = json.loads((dense / "config.json").read_text())
+    (dense / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(moesaic.MoesaicError, match="was started with configuration"):
+        moesaic.convert(dense, "cmoe", "S3A3E8", WINDOWS, output=output, resume=True)
+
+
 def test_resume_refuses_the_same_tokens_in_other_windows(dense: Path, tmp_path: Path) -> None:
     torch.save(WINDOWS, tmp_path / "windows.pt")
     output = tmp_path / "out"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +25,7 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import meta_model
 from moesaic.families.load import load_model
 from moesaic.finetune import checks as checks_module
+from moesaic.finetune import prepare as prepare_module
 from moesaic.finetune import run as run_module
 from moesaic.finetune import save as save_module
 from moesaic.finetune.balance import measure_loads
@@ -32,6 +33,7 @@ from moesaic.finetune.defaults import usual_rate
 from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import (
     blocks_of,
+    checkpoint_bytes,
     merge,
     parameter_groups,
     rates_that_apply,
@@ -40,9 +42,16 @@ from moesaic.finetune.lora import (
     wrap,
 )
 from moesaic.finetune.masked import masked, straight_through
-from moesaic.finetune.options import Machine, Mix, Settings
+from moesaic.finetune.options import FinetuneOptions, Machine, Mix, Settings
 from moesaic.finetune.prepare import draw_windows
-from moesaic.finetune.train import RecoveryTrainer, Trained, gather, last_checkpoint, train
+from moesaic.finetune.train import (
+    RecoveryTrainer,
+    Trained,
+    gather,
+    last_checkpoint,
+    train,
+    without_dropout,
+)
 from moesaic.modeling import MoesaicQuadraticRouter
 from moesaic.output import draft as checkpoint
 from tests.families import CONTEXT, tiny_model, tokens
@@ -541,6 +550,97 @@ def test_a_model_is_not_replaced_by_what_it_becomes(
     assert (model / "config.json").is_file()
 
 
+def test_a_model_of_the_hub_may_replace_a_folder(folder: Path) -> None:
+    """Its name is no path, so that it is not the folder."""
+    options = FinetuneOptions(model="some/model", output=folder)
+    prepare_module._check_apart(options)
+
+
+def test_short_windows_that_skip_nothing_are_refused(tmp_path: Path) -> None:
+    """GRIFFIN runs the first tokens of a window whole."""
+    model = converted_folder("llama", tmp_path / "moe", "griffin", "S0A3E8")
+    with pytest.raises(MoesaicError, match=r"runs the first 128 tokens .* and windows have 64"):
+        tuned(model, tmp_path / "out")
+
+
+def test_ids_need_no_tokenizer(folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    for path in bare.glob("tokenizer*"):
+        path.unlink()
+    report = tuned(bare, tmp_path / "out", data=tokens(8, CONTEXT))
+    assert report.settings["samples"] == 8
+    with pytest.raises(MoesaicError, match="tokenizer"):
+        tuned(bare, tmp_path / "again")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_nothing_is_dropped_while_it_trains(family: str) -> None:
+    model = tiny_model(family).train()
+    rates = [vars(module).get("p") for module in model.modules()]
+    with torch.no_grad():
+        assert not torch.equal(model(IDS).logits, model(IDS).logits)
+        with without_dropout(model):
+            assert torch.equal(model(IDS).logits, model(IDS).logits)
+        assert not torch.equal(model(IDS).logits, model(IDS).logits)
+    assert [vars(module).get("p") for module in model.modules()] == rates
+
+
+def test_training_drops_nothing() -> None:
+    """Two runs whose random numbers differ, but for the order of windows, are one."""
+    losses = []
+    for place in range(2):
+        model = converted("gpt2", "cmoe")
+        windows = tokens(8, CONTEXT, seed=2)
+        drawn = torch.nn.Dropout.forward
+
+        def shifted(self: Any, x: Any, skip: int = place, drawn: Any = drawn) -> Any:
+            torch.rand(skip)
+            return drawn(self, x)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.Dropout, "forward", shifted)
+            done = train(model, windows, settings(samples=8, batch_size=8), CPU)
+        losses.append(done.history[-1]["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_copies_in_few_bits_are_not_held_twice() -> None:
+    wrapped = wrap(converted(recipe="moesaic-neurons", layout="S0A8E24"), 4, 8, False)
+    buffers = dict(wrapped.named_buffers(remove_duplicate=False))
+    names = [name for name in buffers if name.endswith("planes") and "modules_to_save" in name]
+    assert len(names) == 3 * 2
+    for name in names:
+        own = name.replace("modules_to_save.default", "original_module")
+        assert buffers[name].data_ptr() == buffers[own].data_ptr()
+
+
+def test_checkpoints_are_as_large_as_counted() -> None:
+    model = converted(recipe="moesaic-neurons", layout="S0A8E24")
+    counted = checkpoint_bytes(model, 4)
+    wrapped = wrap(model, 4, 8, freeze_router=False)
+    trained = [one.numel() for one in wrapped.parameters() if one.requires_grad]
+    buffers = wrapped.named_buffers(remove_duplicate=False)
+    kept = [buffer.nbytes for name, buffer in buffers if "modules_to_save" in name]
+    assert counted == 12 * sum(trained) + sum(kept)
+
+
+def test_peft_takes_what_convert_returns(folder: Path, tmp_path: Path) -> None:
+    """For a model of its own, and not for the dense one it was."""
+    dense = dense_model("llama")
+    dense.name_or_path = "some/dense"
+    for output in (None, tmp_path / "moe"):
+        model, _ = moesaic.convert(
+            copy.deepcopy(dense), "cmoe", "S2A3E8", tokens(8, CONTEXT), output=output
+        )
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        place = "" if output is None else str(output)
+        named = wrapped.peft_config["default"].base_model_name_or_path or ""
+        assert named == place
+        wrapped.save_pretrained(tmp_path / "adapter")
+        shutil.rmtree(tmp_path / "adapter")
+
+
 def test_weights_of_lora_are_counted_before_there_are_any(folder: Path) -> None:
     model = load_model(folder)
     counted = weights_of_lora(meta_model(model.config), 4)
@@ -641,6 +741,16 @@ def test_tensorboard_is_asked_for_before_the_work(
     monkeypatch.setattr(checks_module, "find_spec", lambda name: None)
     with pytest.raises(MoesaicError, match="pip install tensorboard"):
         tuned(folder, tmp_path / "out", tensorboard="events")
+
+
+@pytest.mark.parametrize("place", ["out", "out/events", "out.partial/events"])
+def test_tensorboard_does_not_write_where_the_model_will_lie(
+    place: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_module, "find_spec", lambda name: True)
+    with pytest.raises(MoesaicError, match="is the output, or inside it"):
+        tuned(folder, tmp_path / "out", tensorboard=str(tmp_path / place))
+    assert not list(tmp_path.iterdir())
 
 
 def test_gates_that_fold_badly_are_kept(

@@ -396,12 +396,27 @@ def test_undone_drift_brings_hidden_states_nearer_to_the_dense_models() -> None:
 
 def test_where_layers_scale_what_the_ffn_adds_no_drift_is_undone() -> None:
     """Gemma 2 normalises it first: the same model with and without."""
-    first, second = (
-        convert(tiny_model("gemma2"), load_method("moesaic", {"undo_drift": share}))[0]
+    (first, before), (second, report) = (
+        convert(tiny_model("gemma2"), load_method("moesaic", {"undo_drift": share}))
         for share in (0.0, 1.0)
     )
     assert torch.equal(logits(first, WINDOWS), logits(second, WINDOWS))
+    assert says(report, "drift is not taken back") == LAYERS
+    assert says(before, "drift is not taken back") == 0
+    _, report = convert(tiny_model("llama"), load_method("moesaic"))
+    assert says(report, "drift is not taken back") == 0
     assert not Stream(find_ffns(tiny_model("gemma2")), WINDOWS, torch.device("cpu")).adds_ffn(0)
+
+
+def says(report: Any, words: str) -> int:
+    """In how many layers a note says so."""
+    return sum(any(words in note for note in layer.notes) for layer in report.layers)
+
+
+def test_rows_of_w_up_that_are_not_refitted_are_told() -> None:
+    for family, told in (("gpt2", LAYERS), ("llama", 0)):
+        _, report = convert(tiny_model(family), load_method("moesaic", {"up_steps": 2}))
+        assert says(report, "up_steps refits them where FFNs have a gate") == told
 
 
 def test_the_dense_model_is_followed_only_where_it_serves() -> None:

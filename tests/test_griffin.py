@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,18 +120,14 @@ def test_gradients_are_those_of_the_masked_ffn() -> None:
 
 
 def converted(prompt: int, family: str = "qwen3", **more: Any) -> Any:
-    return moesaic.convert(
-        tiny_model(family), "griffin", sparsity=0.5, calibration=WINDOWS,
-        settings={"prompt": prompt}, **more,
-    )  # fmt: skip
+    values = {"calibration": WINDOWS, "settings": {"prompt": prompt}}
+    return moesaic.convert(tiny_model(family), "griffin", sparsity=0.5, **values | more)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "opt"])
 @torch.no_grad()
-def test_generate_chooses_in_prefill_and_decodes_with_the_choice(
-    family: str,
-) -> None:
+def test_generate_chooses_in_prefill_and_decodes_with_the_choice() -> None:
     """Against the dense model whose other neurons are zeroed once the prompt is through."""
+    family = "qwen3"
     model, _ = converted(0, family)
     prompt = tokens(1, 20, seed=3)
     dense = tiny_model(family)
@@ -192,8 +189,24 @@ def test_no_ratio_is_searched_for_where_windows_are_all_prompt(prompt: int) -> N
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(("prompt", "measured"), [(0, False), (CONTEXT, False), (4, True)])
+def test_no_perplexity_is_told_of_windows_that_are_all_prompt(
+    prompt: int, measured: bool, tmp_path: Path
+) -> None:
+    """It would be the dense model's, a ratio of 1.000."""
+    text = WINDOWS.flatten().repeat(4)
+    model, report = converted(
+        prompt, calibration=text, sequence_length=CONTEXT, output=tmp_path / "moe"
+    )
+    assert model.config.moesaic.router.prompt == prompt
+    for value in (report.perplexity, report.dense_perplexity):
+        assert (value is not None) == measured
+
+
 def test_what_sees_no_sequences_is_refused() -> None:
     with pytest.raises(MoesaicError, match="is a mixture of experts"):
         moesaic.convert(tiny_mixture("mixtral"), "griffin", sparsity=0.5, calibration=WINDOWS)
+    with pytest.raises(MoesaicError, match="tokens of all sequences in one row"):
+        converted(4, "opt")
     with pytest.raises(MoesaicError, match="prompt is -1"):
         load_method("griffin", {"prompt": -1})

@@ -430,10 +430,10 @@ def test_the_licence_of_whole_and_broken_cards(
     card: str, licence: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "README.md").write_text(card)
-    assert licence_of(tmp_path) == licence
+    assert licence_of(tmp_path / "README.md") == licence
 
 
 def test_no_card_or_no_text_is_no_licence(tmp_path: Path) -> None:
-    assert licence_of(tmp_path) is None
+    assert licence_of(tmp_path / "README.md") is None
     (tmp_path / "README.md").write_bytes(b"\xff\xfe---")
-    assert licence_of(tmp_path) is None
+    assert licence_of(tmp_path / "README.md") is None

@@ -183,6 +183,11 @@ def test_the_dense_model_can_be_trained_first(dense: Path, tmp_path: Path) -> No
         assert words in card, words
     for name in ("moesaic_report.json", "moesaic_finetune.json", "config.json", "README.md"):
         assert ".partial" not in (output / name).read_text("utf-8"), name
+    page = (output / "report.html").read_text("utf-8")
+    came = recovery["teacher_perplexity_before"]
+    assert f"was trained on the same tokens before: it came with {came:.3f}." in page
+    with pytest.raises(MoesaicError, match="imitates 'dense' as it was after a training"):
+        moesaic.finetune(output, tmp_path / "again", [TEXT], samples=4, device="cpu")
 
 
 def test_a_trained_gguf_file_is_still_named(tmp_path: Path) -> None:
@@ -361,6 +366,34 @@ def test_windows_of_ids_are_trained_on_as_they_are(dense: Path, tmp_path: Path) 
     assert report.recovery["perplexity"] is None
 
 
+def test_several_texts_are_trained_on_alike(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many windows of each, as they are calibrated on."""
+    given = []
+
+    def look(options: Any, text: Any, tuned: Any) -> Any:
+        given.append(text.ids)
+        raise MoesaicError("far enough")
+
+    monkeypatch.setattr(recover_module, "run", look)
+    ones = torch.full((2000,), 11)
+    others = torch.full((200,), 22)
+    texts = {"long": ones, "short": others}
+    with pytest.raises(MoesaicError, match="far enough"):
+        recovered(dense, tmp_path / "rows", calibration=texts)
+    texts = {"many": ones[:1024].view(-1, LENGTH), "few": others[:192].view(-1, LENGTH)}
+    with pytest.raises(MoesaicError, match="far enough"):
+        recovered(dense, tmp_path / "windows", calibration=texts, recover=10 * LENGTH)
+    of_rows, of_windows = given
+    assert of_rows.shape == (20, LENGTH)
+    assert (of_rows == 22).all(1).sum() == (of_rows == 11).all(1).sum() == 10
+    assert of_windows.shape == (10, LENGTH)
+    assert (of_windows == 22).all(1).sum() == 3  # all there are
+    first = of_rows[:10, 0]
+    assert 0 < (first == 22).sum() < 10  # mixed
+
+
 def test_the_command_prints_what_each_half_changed(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -382,7 +415,7 @@ def test_the_command_prints_what_each_half_changed(
     code, out, _ = run(*common, 640, "--dry-run")
     assert code == 0
     assert "train on about 640 tokens of it, and write" in out
-    for words in ((0,), (0, "--dry-run")):
+    for words in ((0,), (0, "--dry-run"), (640, "--dry-run", "--device", "cpu:0")):
         code, _, err = run(*common, *words)
         assert code == 2
         assert err.count("\n") == 1

@@ -190,7 +190,7 @@ def convert_command(
     if target_ratio is None:
         _tell_time(choices, purpose, dtype)
     if dry_run:
-        _dry_run(choices, target_ratio, dtype)
+        _dry_run(choices, target_ratio, device, dtype)
     else:
         _convert(choices, target_ratio, device, dtype)
 
@@ -287,14 +287,19 @@ def _convert(
 
 
 def _dry_run(
-    choices: dict[str, Any], target_ratio: float | None, dtype: str
+    choices: dict[str, Any],
+    target_ratio: float | None,
+    device: str,
+    dtype: str,
 ) -> None:
     """Says what a conversion would do."""
     from moesaic.conversion.layout_search import most_steps
     from moesaic.conversion.prepare import source_name
     from moesaic.finetune.convert import dry_run
 
-    prepared = dry_run(**choices, target_ratio=target_ratio, dtype=dtype)
+    prepared = dry_run(
+        **choices, target_ratio=target_ratio, device=device, dtype=dtype
+    )
     output = choices["output"]
     plan = prepared.plans[0]
     if target_ratio is not None:

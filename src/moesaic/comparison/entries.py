@@ -125,7 +125,7 @@ class _Planner:
         """Raises MoesaicError for a budget that the method cannot meet."""
         check_needs(method, len(self.options.calibration))
         entry = self._planned(method, label, role, goal)
-        check_windows(entry.plan, self.length)
+        check_windows(entry.plan.moe, self.length)
         return entry
 
     def _planned(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesaic.layout import GRAINS, Layout
 from moesaic.methods.contents import METHODS
@@ -65,7 +65,7 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
         lower = (
             f"a lower sparsity: this one skips {skipped:.0%} of the FFN neurons"
         )
-        if replaces_ffns:
+        if replaces_ffns and _can_be_searched(method):
             lower += (
                 f"; or --target-ratio {ACCEPTABLE_RATIO}, which finds how much can "
                 "be skipped"
@@ -75,6 +75,15 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
         command = ["moesaic", "finetune", output, "--output", f"{output}-tuned"]
         steps.append(f"a little training: {shlex.join(command)}")
     return steps
+
+
+def _can_be_searched(method: str) -> bool:
+    """Whether a target ratio finds a budget: it gives all layers the same."""
+    from moesaic.methods.load import load_method
+
+    loaded: Any = load_method(method)
+    uniform = getattr(loaded, "layer_budgets", "uniform") == "uniform"
+    return uniform or "layer_budgets" in loaded.settings
 
 
 def _replaces_ffns(method: str) -> bool:

@@ -5,6 +5,7 @@ The public `moesaic.convert` is in finetune/convert.py, since recovery may follo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -44,6 +45,7 @@ from moesaic.conversion.prepare import (
     Prepared,
     ValidationText,
     prepare,
+    skips_nothing,
     source_name,
 )
 from moesaic.conversion.python_call import python_call
@@ -55,14 +57,14 @@ from moesaic.evaluate.work import active_ffn_fraction, count_macs, meta_model
 from moesaic.families import FFNs, find_ffns
 from moesaic.families.load import (
     choose_device,
+    file_beside,
     load_model,
     mend_generation,
-    resolve,
 )
 from moesaic.memory import gathered, is_spread
 from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
-from moesaic.output.model_card import licence_of
+from moesaic.output.model_card import CARD_FILE, licence_of
 from moesaic.parts.products import widened_products
 from moesaic.progress import step_log
 
@@ -269,6 +271,8 @@ class _Conversion:
                     files,
                     self.options.overwrite,
                 )
+        if not self.plan.is_ordinary:
+            self.dense.name_or_path = str(output)
 
     def _draft(self, output: Path) -> AbstractContextManager[Path | None]:
         """The folder to work in; of several processes the first has it."""
@@ -330,7 +334,13 @@ class _Conversion:
         return config
 
     def _measure_dense(self) -> None:
-        validation = self.prepared.validation
+        validation = self._measured_text()
+        if self.prepared.validation is not validation:
+            log = step_log(self.options.progress)
+            log(
+                f"no perplexity: windows of {self.prepared.length} tokens are all prompt, "
+                "over which every neuron runs"
+            )
         if validation is None:
             return
         self.report.heldout = validation.name
@@ -345,8 +355,14 @@ class _Conversion:
         self.report.dense_perplexity = value
         self.report.heldout_tokens = tokens
 
+    def _measured_text(self) -> ValidationText | None:
+        """The held-out text; None where its windows would show nothing skipped, too."""
+        if skips_nothing(self.plan.moe, self.prepared.length):
+            return None
+        return self.prepared.validation
+
     def _perplexity(self) -> float | None:
-        validation = self.prepared.validation
+        validation = self._measured_text()
         if validation is None:
             return None
         with under_masks(self.dense):
@@ -367,7 +383,7 @@ class _Conversion:
         """Card and report, by their names."""
         licence = None
         if not self.options.in_memory:
-            licence = licence_of(resolve(self.options.model))
+            licence = licence_of(file_beside(self.options.model, CARD_FILE))
         command = self.options.command or python_call(
             self.options, self.plan.model
         )
@@ -388,6 +404,7 @@ class _Conversion:
         identity = {
             "model": self.plan.model,
             "weights": self.digest,
+            "configuration": digest_of_config(self.plan.dense_config),
             "method": self.plan.method.to_dict(),
             "layout": moe.layout,
             "experts": experts,
@@ -402,6 +419,15 @@ class _Conversion:
         text = json.dumps(identity)
         as_read: dict[str, Any] = json.loads(text)
         return as_read
+
+
+def digest_of_config(config: Any) -> str:
+    """Of what a dense configuration says of the model, and not of where it was read."""
+    values = config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype"):
+        values.pop(name, None)
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def stay_ordinary(model: Any, plan: Plan, dtype: str) -> None:
@@ -444,3 +470,5 @@ def become_ours(dense: Any, config: Any) -> None:
             module.config = config
         if isinstance(module, MoesaicReplacement):
             module.set_config(config)
+    # Else PEFT takes the dense model for what an adapter is made for.
+    dense.name_or_path = ""

@@ -174,7 +174,7 @@ def check_target(prepared: Prepared) -> None:
         raise MoesaicError(
             f"target ratio {target} is outside (1, 1000); 1.03 allows 3 % more perplexity"
         )
-    check_windows(prepared.plans[0], prepared.length)
+    check_windows(prepared.plans[0].moe, prepared.length)
     if prepared.validation is None:
         raise MoesaicError(
             "a target ratio needs held-out text, and the calibration text is too short "

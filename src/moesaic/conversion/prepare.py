@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from moesaic.families.load import (
     window_length,
 )
 from moesaic.methods.base import FFNMethod, Method
+from moesaic.modeling import MoEConfig
 from moesaic.output.draft import check_output
 
 PAPER_SAMPLES = 8
@@ -53,13 +54,14 @@ class ValidationText:
 class Prepared:
     """A conversion whose every input has been checked and read, but for the weights.
 
-    `ids` is the text without what is held out: calibration windows come from it.
+    `texts` are those given, without what is held out: calibration windows come from
+    them.
     """
 
     options: ConvertOptions
     plans: list[Plan]  # of the layouts that could serve, the usual one first
     tokenizer: Any
-    ids: Tensor  # one row, or a matrix of windows
+    texts: list[Tensor]  # each one row, or a matrix of windows
     calibration: CalibrationSet
     validation: ValidationText | None
     length: int  # tokens of a window that perplexities are measured on
@@ -95,7 +97,7 @@ def prepare(options: ConvertOptions) -> Prepared:
     if options.output is not None and launch.is_first():
         check_output(options.output, options.overwrite, options.resume)
     tokenizer = _tokenizer_of(options, config)
-    ids, calibration, validation = read_sources(
+    texts, calibration, validation = read_sources(
         options, tokenizer, samples, length
     )
     context = context_of(config)
@@ -109,7 +111,7 @@ def prepare(options: ConvertOptions) -> Prepared:
         options,
         plans,
         tokenizer,
-        ids,
+        texts,
         calibration,
         validation,
         length,
@@ -135,8 +137,8 @@ def _plans(options: ConvertOptions, config: Any) -> list[Plan]:
 
 def read_sources(
     options: ConvertOptions, tokenizer: Any, samples: int, length: int
-) -> tuple[Tensor, CalibrationSet, ValidationText | None]:
-    """The text without what is held out, its windows, and what is held out.
+) -> tuple[list[Tensor], CalibrationSet, ValidationText | None]:
+    """The texts without what is held out, their windows, and what is held out.
 
     Of several texts each gives the same number of windows.
     """
@@ -154,18 +156,17 @@ def read_sources(
     )
     if len(sources) == 1:
         only = validations[0] if validations else None
-        return all_ids[0], calibration, only
+        return all_ids, calibration, only
     if len({ids.ndim for ids in all_ids}) > 1:
         raise MoesaicError(
             "some texts are rows of ids (N,) and others windows (N, L); give all as "
             "rows, or all as windows"
         )
-    ids = torch.cat(all_ids)
     if len(validations) < len(sources):
-        return ids, calibration, None
+        return all_ids, calibration, None
     heldout_ids = in_turns([one.ids for one in validations], length)
     name = " + ".join(validation.name for validation in validations)
-    return ids, calibration, ValidationText(heldout_ids, name)
+    return all_ids, calibration, ValidationText(heldout_ids, name)
 
 
 def in_turns(texts: Sequence[Tensor], length: int) -> Tensor:
@@ -226,20 +227,27 @@ def check_processes(
         )
 
 
-def check_windows(plan: Plan, length: int) -> None:
+def skips_nothing(moe: MoEConfig, length: int) -> bool:
+    """Whether windows of that length are all prompt, over which every neuron runs."""
+    router = moe.router
+    if router is None or router.prompt is None:
+        return False
+    return not 0 < router.prompt < length
+
+
+def check_windows(moe: MoEConfig, length: int) -> None:
     """Raises MoesaicError where windows of that length would show nothing skipped.
 
     So for a method that runs the first tokens of a window whole, and windows that have
     no others.
     """
-    router = plan.moe.router
-    if router is None or router.prompt is None:
+    if not skips_nothing(moe, length):
         return
-    if 0 < router.prompt < length:
-        return
-    first = f"the first {router.prompt}" if router.prompt else "all"
+    assert moe.router is not None
+    prompt = moe.router.prompt
+    first = f"the first {prompt}" if prompt else "all"
     raise MoesaicError(
-        f"method {plan.method.name!r} with prompt={router.prompt} runs {first} tokens of a "
+        f"method {moe.name!r} with prompt={prompt} runs {first} tokens of a "
         f"window whole, and windows have {length}: perplexity would be the dense "
         "model's; take a prompt shorter than --sequence-length"
     )
@@ -333,12 +341,19 @@ def _tokenizer_of(options: ConvertOptions, config: Any) -> Any:
         name = config.name_or_path
     else:
         name = options.model
-        sources = options.sources.values()
-        if any(isinstance(source, str | Path) for source in sources):
-            return load_tokenizer(name, trust)  # needed to read the text
     if not name:
         return None
+    texts = [] if options.in_memory else options.sources.values()
+    return tokenizer_for(texts, name, trust)
+
+
+def tokenizer_for(
+    sources: Iterable[Any], model: str | Path, trust_remote_code: bool
+) -> Any:
+    """The model's tokenizer; None where it has none, and no source is text to read."""
     try:
-        return load_tokenizer(name, trust)
+        return load_tokenizer(model, trust_remote_code)
     except MoesaicError:
+        if any(isinstance(source, str | Path) for source in sources):
+            raise
         return None

@@ -357,6 +357,12 @@ class Run:
             self.seed,
         )
         replacement.made = None  # its repairs are as large as the layer
+        wants_goals = self.undo_drift and method.undoes_drift
+        if wants_goals and not self.stream.adds_ffn(layer):
+            report.notes.append(
+                "drift is not taken back: the layer does more than to add what its FFN "
+                "gives"
+            )
         self.clock("measure")
         self._pass_on(layer, replacement, inputs.own())
         self.clock("advance")

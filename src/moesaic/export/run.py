@@ -38,15 +38,15 @@ from moesaic.export.verify import (
     router_inputs,
 )
 from moesaic.families.load import (
+    file_beside,
     load_config,
     load_model,
     load_tokenizer,
-    resolve,
     window_length,
 )
 from moesaic.output.atomic import check_new, new_path
 from moesaic.output.draft import SHARD_SIZE
-from moesaic.output.model_card import licence_of
+from moesaic.output.model_card import CARD_FILE, licence_of
 from moesaic.parts.products import widened_products
 
 LONGEST_WINDOW = 512  # tokens of a window that models are compared on
@@ -361,9 +361,9 @@ def _write_card(
     options: ExportOptions, part: Path, report: ExportReport, config: Any
 ) -> None:
     """The card and the report, beside the weights."""
-    licence = licence_of(resolve(options.model))
+    licence = licence_of(file_beside(options.model, CARD_FILE))
     card = export_card(report, config, licence)
-    card_path = part / "README.md"
+    card_path = part / CARD_FILE
     card_path.write_text(card, "utf-8")
     values = {"moesaic": config.moesaic.to_dict()} | report.to_dict()
     del values["output"]  # a path of this machine

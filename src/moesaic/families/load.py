@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -69,6 +71,18 @@ def resolve(model: str | Path) -> str:
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise MoesaicError(f"no such model folder: {path}")
     return name
+
+
+def file_beside(model: str | Path, name: str) -> Path | None:
+    """A file of a model's folder or of its place on the hub; None where it has none."""
+    folder = Path(resolve(model))
+    if folder.exists():
+        path = folder / name
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(str(model), name))
+    except (OSError, EntryNotFoundError):  # without a network, too
+        return None
 
 
 # transformers would put its matrices into the model, and check no other weights.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from moesaic.calibration.calibration_set import check_seed
 from moesaic.errors import MoesaicError
 from moesaic.families.load import choose_device
 from moesaic.finetune.options import NO_TEACHER, FinetuneOptions
+from moesaic.output.draft import draft_folder
 
 MOST_RATE = 1e4
 MOST_EPOCHS = 10_000
@@ -25,7 +27,7 @@ def check_options(options: FinetuneOptions) -> None:
     check_seed(options.seed)
     _check_device(options.device)
     _check_teacher(options)
-    _check_tensorboard(options.tensorboard)
+    _check_tensorboard(options.tensorboard, options.output)
 
 
 def refuse_float16(model: Any, name: str) -> None:
@@ -110,10 +112,19 @@ def _check_teacher(options: FinetuneOptions) -> None:
         )
 
 
-def _check_tensorboard(folder: str | None) -> None:
-    if folder is not None and find_spec("tensorboard") is None:
+def _check_tensorboard(folder: str | None, output: Path) -> None:
+    if folder is None:
+        return
+    if find_spec("tensorboard") is None:
         raise MoesaicError(
             "--tensorboard needs the package: pip install tensorboard"
+        )
+    place = Path(folder).absolute()
+    taken = {output.absolute(), draft_folder(output).absolute()}
+    if not taken.isdisjoint((place, *place.parents)):
+        raise MoesaicError(
+            f"--tensorboard {folder} is the output, or inside it, which must not be there "
+            "before the training has ended; choose another folder"
         )
 
 

@@ -141,7 +141,7 @@ def _draw_page(prepared: Prepared, converted: Any) -> None:
         return
     validation = prepared.validation
     if validation is None:
-        ids_T = prepared.ids.flatten()
+        ids_T = prepared.texts[0].flatten()
         source = source_name(options.calibration)
     else:
         ids_T = validation.ids

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from peft.utils import transformers_weight_conversion as weight_conversion
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from moesaic.evaluate.work import is_converted
 from moesaic.modeling import (
+    MoesaicCopy,
     MoesaicExperts,
     MoesaicQuadraticRouter,
     MoesaicReplacement,
@@ -31,6 +33,9 @@ NAME = "default"  # of the adapter
 # want the same rate as elsewhere, noise one lower by the square root of R. Between the
 # two by measurement.
 ROOT = 0.25
+
+# Of a trained weight, with Adam's two moments, in float32.
+CHECKPOINT_BYTES = 12
 
 # Parts of a module's path that say it belongs to a router.
 ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
@@ -143,6 +148,17 @@ def weights_of_lora(model: Any, rank: int) -> int:
     return total
 
 
+def checkpoint_bytes(model: Any, rank: int) -> int:
+    """Of one checkpoint: LoRA weights and whole routers; the model may have no weights."""
+    trained = weights_of_lora(model, rank)
+    kept = 0
+    for module in replacements_of(model).values():
+        for router in module.router_modules().values():
+            trained += trained_weights(router)
+            kept += sum(buffer.nbytes for buffer in router.buffers())
+    return CHECKPOINT_BYTES * trained + kept
+
+
 def trained_weights(model: Any) -> int:
     """How many weights are trained: of LoRA, routers and gates."""
     trained = [one for one in model.parameters() if one.requires_grad]
@@ -181,6 +197,7 @@ def wrap(model: Any, rank: int, alpha: float, freeze_router: bool) -> Any:
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         wrapped = get_peft_model(model, config)
     _clear_padding_of_factors(wrapped)
+    _share_copies(wrapped)
     freeze(wrapped, freeze_router)
     for parameter in wrapped.parameters():
         # Inference on a CPU may have stored a matrix by columns, and FSDP takes none such.
@@ -218,6 +235,19 @@ def _clear_padding_of_factors(wrapped: Any) -> None:
         neurons = experts.neurons
         factor = module.lora_A[NAME].weight
         factor[:, neurons:] = 0
+
+
+def _share_copies(wrapped: Any) -> None:
+    """Copies of weights in few bits, never trained, are not held twice with a router."""
+    for module in wrapped.modules():
+        if not isinstance(module, ModulesToSaveWrapper):
+            continue
+        for path, copy in module.original_module.named_modules():
+            if not isinstance(copy, MoesaicCopy):
+                continue
+            trained = active_copy(module).get_submodule(path)
+            for name, values in copy.named_buffers(recurse=False):
+                setattr(trained, name, values)
 
 
 def freeze(wrapped: Any, freeze_router: bool) -> None:

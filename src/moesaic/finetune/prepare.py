@@ -5,7 +5,10 @@ Shape suffixes: N windows, L tokens of one.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +16,19 @@ from accelerate import PartialState
 from torch import Tensor
 
 from moesaic.calibration.text import to_ids
-from moesaic.conversion.prepare import ValidationText, hold_out, source_name
+from moesaic.conversion.prepare import (
+    ValidationText,
+    check_windows,
+    hold_out,
+    source_name,
+    tokenizer_for,
+)
 from moesaic.demo import usual_text
 from moesaic.errors import MoesaicError
 from moesaic.families import find_ffns
 from moesaic.families.load import (
     dense_of,
     load_config,
-    load_tokenizer,
     resolve,
     window_length,
 )
@@ -129,7 +137,8 @@ def prepare(
 def _check_apart(options: FinetuneOptions) -> None:
     """Refuses to replace the model that is trained: an adapter would have none then."""
     output = options.output
-    if output.exists() and output.samefile(resolve(options.model)):
+    model = Path(resolve(options.model))  # a hub id is no path that exists
+    if output.exists() and model.exists() and output.samefile(model):
         raise MoesaicError(
             f"output {output} is the model itself; choose another folder"
         )
@@ -150,6 +159,9 @@ def windows_and_settings(
     windows_NL = draw_windows(ids, options.samples, length, options.seed)
     # Windows that were given may be too long.
     window_length([config], windows_NL.shape[1])
+    moe = getattr(config, "moesaic", None)
+    if moe is not None:
+        check_windows(moe, windows_NL.shape[1])
     batch_size = _batch_size(options, len(windows_NL))
     windows_NL = whole_steps(windows_NL, batch_size)
     hidden_size = config.get_text_config().hidden_size
@@ -162,8 +174,10 @@ def windows_and_settings(
 def _read_text(
     options: FinetuneOptions, config: Any, length: int
 ) -> TrainingText:
-    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     source = _source(options, config)
+    tokenizer = tokenizer_for(
+        [source], options.model, options.trust_remote_code
+    )
     all_ids = to_ids(source, tokenizer)
     ids, validation = hold_out(all_ids, source, tokenizer, length)
     name = source_name(source)
@@ -232,6 +246,14 @@ def find_teacher(options: FinetuneOptions, config: Any) -> str | None:
 def _dense_origin(options: FinetuneOptions, config: Any) -> str:
     """The dense model that the converted one was made from."""
     name = config.moesaic.base_model
+    earlier = config.moesaic.finetune
+    if earlier is not None and earlier.get("teacher_tuned"):
+        raise MoesaicError(
+            f"{options.model} imitates {name!r} as it was after a training, and that "
+            "model is not kept: the one that came would take back what was learnt; "
+            "take --distill none, or train the dense model and name it with --distill "
+            "PATH"
+        )
     dense = dense_of(options.model, config)
     if dense is None:
         raise MoesaicError(
@@ -326,6 +348,35 @@ def _settings(
         mix=DISTILLED if has_teacher else Mix(),
         seed=options.seed,
     )
+
+
+def draw_of_each(
+    texts: Sequence[Tensor], samples: int, length: int, seed: int
+) -> Tensor:
+    """Windows (N, L) of several texts, as many of each, or all that a short one has.
+
+    A text is one row, or windows already, which are taken from the first one on.
+    """
+    left = samples
+    drawn = []
+    shortest_first = sorted(texts, key=_windows_at_most)
+    for place, ids in enumerate(shortest_first):
+        share = left // (len(texts) - place)
+        if ids.ndim == 2:
+            windows_NL = ids[:share]
+        else:
+            windows_NL = draw_windows(ids, share, length, seed)
+        left -= len(windows_NL)
+        drawn.append(windows_NL)
+    together_NL = torch.cat(drawn)
+    generator = torch.Generator().manual_seed(seed)
+    order_N = torch.randperm(len(together_NL), generator=generator)
+    return together_NL[order_N]
+
+
+def _windows_at_most(ids: Tensor) -> float:
+    """A row may be drawn from as often as wanted."""
+    return len(ids) if ids.ndim == 2 else math.inf
 
 
 def draw_windows(ids: Tensor, samples: int, length: int, seed: int) -> Tensor:

@@ -38,12 +38,12 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluate.work import meta_model
 from moesaic.families.load import (
     choose_dtype,
+    file_beside,
     load_config,
     load_model,
-    resolve,
 )
 from moesaic.finetune.checks import check_options
-from moesaic.finetune.lora import weights_of_lora
+from moesaic.finetune.lora import checkpoint_bytes
 from moesaic.finetune.model_card import recovery_rows
 from moesaic.finetune.options import FinetuneOptions
 from moesaic.finetune.prepare import (
@@ -51,14 +51,15 @@ from moesaic.finetune.prepare import (
     TrainingText,
     TunedDense,
     check_rank,
+    draw_of_each,
 )
 from moesaic.finetune.report import FinetuneReport
 from moesaic.finetune.run import keep_checkpoints, run
-from moesaic.finetune.train import CHECKPOINT_BYTES, CHECKPOINTS_AT_ONCE
+from moesaic.finetune.train import CHECKPOINTS_AT_ONCE
 from moesaic.finetune.tune_dense import dense_rank, tune_dense
 from moesaic.output import draft as drafts
 from moesaic.output.atomic import write_file
-from moesaic.output.model_card import licence_of
+from moesaic.output.model_card import CARD_FILE, licence_of
 
 TUNED = "dense"
 CONVERTED = "converted"
@@ -98,7 +99,7 @@ def convert_and_recover(
             report = _converted(start, draft / CONVERTED)
         with keep_checkpoints():
             recovery = _recovered(start, tokens, draft, report, tuned)
-            _write_both(prepared, draft, report, recovery)
+            _write_both(prepared, draft, report, recovery, tokens)
             drafts.take_name(
                 draft, output, options.overwrite, draft / RECOVERED
             )
@@ -175,13 +176,13 @@ def _check_space(
     if output is None or dtype is None:
         return
     needed = 2 * plan.stored_bytes(dtype)
-    trained = weights_of_lora(meta_model(plan.config), training.rank)
+    checkpoint = checkpoint_bytes(meta_model(plan.config), training.rank)
     if dense_first:
         needed += plan.stored_dense_bytes(dtype)
         dense = meta_model(plan.dense_config)
-        of_dense = weights_of_lora(dense, dense_rank(plan.dense_config))
-        trained = max(trained, of_dense)
-    needed += CHECKPOINTS_AT_ONCE * CHECKPOINT_BYTES * trained
+        of_dense = checkpoint_bytes(dense, dense_rank(plan.dense_config))
+        checkpoint = max(checkpoint, of_dense)
+    needed += CHECKPOINTS_AT_ONCE * checkpoint
     drafts.check_space(output, needed, "**/*")
 
 
@@ -192,7 +193,7 @@ def _check_tokens(prepared: Prepared, tokens: int) -> None:
             f"recover {tokens}: one window is {length} tokens; ask for as many, or "
             "for shorter windows by --sequence-length"
         )
-    there = prepared.ids.numel()
+    there = sum(ids.numel() for ids in prepared.texts)
     if tokens > there:
         raise MoesaicError(
             f"recover {tokens}: the text has {there} tokens besides what is held out; "
@@ -307,11 +308,16 @@ def _recovered(
 
 
 def _training_ids(prepared: Prepared, tokens: int) -> Tensor:
-    """The text to draw windows from, or the first of the windows that were given."""
-    ids = prepared.ids
+    """The text to draw windows from, or windows: the first given, or some of each text."""
+    length = _window_length(prepared)
+    samples = tokens // length
+    if len(prepared.texts) > 1:
+        seed = prepared.options.seed
+        return draw_of_each(prepared.texts, samples, length, seed)
+    (ids,) = prepared.texts
     if ids.ndim == 1:
         return ids
-    return ids[: tokens // _window_length(prepared)]
+    return ids[:samples]
 
 
 def _write_both(
@@ -319,24 +325,24 @@ def _write_both(
     draft: Path,
     report: ConversionReport,
     recovery: FinetuneReport,
+    tokens: int,
 ) -> None:
     """The card and the reports of both halves, beside the trained weights."""
     folder = draft / RECOVERED
     config = load_config(folder)
-    licence = licence_of(resolve(prepared.options.model))
+    licence = licence_of(file_beside(prepared.options.model, CARD_FILE))
     rows = recovery_rows(recovery)
     command = prepared.options.command
     if command is None:
-        settings = recovery.settings
         command = python_call(
             prepared.options,
             report.model,
-            recover=settings["samples"] * settings["sequence_length"],
+            recover=tokens,
             tune_dense=recovery.teacher_tuned,
         )
     card = model_card(report, config.moesaic, licence, command, rows)
     files = {
-        "README.md": card,
+        CARD_FILE: card,
         CONVERSION_FILE: _json(report.to_dict(timing=False)),
         RECOVERY_FILE: _json(recovery.to_dict()),
     }

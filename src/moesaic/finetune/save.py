@@ -16,7 +16,7 @@ from torch import Tensor
 from moesaic.conversion.layout_search import HELDOUT_TOKENS
 from moesaic.conversion.report import CONVERSION_FILE, RECOVERY_FILE
 from moesaic.evaluate.perplexity import perplexity
-from moesaic.families.load import resolve
+from moesaic.families.load import file_beside
 from moesaic.finetune.curves import curve_csv, curve_png, loads_png
 from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import blocks_of, is_mixture, routers_of
@@ -27,7 +27,7 @@ from moesaic.finetune.report import FinetuneReport
 from moesaic.finetune.train import Trained
 from moesaic.output.atomic import set_usual_permissions
 from moesaic.output.draft import SHARD_SIZE
-from moesaic.output.model_card import licence_of
+from moesaic.output.model_card import CARD_FILE, licence_of
 
 # Gates are folded where the perplexity rises to no more than this times itself.
 # A model that a stock engine serves is worth that much (SmolLM2-135M: 1.0013).
@@ -127,10 +127,10 @@ def _folding_is_cheap(report: FinetuneReport) -> bool:
     return folded <= FOLD_LOSS * unfolded
 
 
-def _keep_conversion(source: Path, folder: Path) -> None:
+def _keep_conversion(model: str, folder: Path) -> None:
     """The report of the conversion that was trained goes along, for `inspect`."""
-    conversion = source / CONVERSION_FILE
-    if conversion.is_file():
+    conversion = file_beside(model, CONVERSION_FILE)
+    if conversion is not None:
         shutil.copyfile(conversion, folder / CONVERSION_FILE)
 
 
@@ -150,10 +150,9 @@ def write_files(
     values = report.to_dict()
     text = json.dumps(values, indent=2)
     (folder / RECOVERY_FILE).write_text(text + "\n", "utf-8")
-    source = resolve(report.model)
-    _keep_conversion(Path(source), folder)
-    licence = licence_of(source)
+    _keep_conversion(report.model, folder)
+    licence = licence_of(file_beside(report.model, CARD_FILE))
     card = finetune_card(report, licence, command)
-    (folder / "README.md").write_text(card, "utf-8")
+    (folder / CARD_FILE).write_text(card, "utf-8")
     for path in filter(Path.is_file, folder.iterdir()):
         set_usual_permissions(path)  # safetensors makes private files

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, set_seed
 
 from moesaic.families.head import check_head, replaced_forward
@@ -46,8 +46,6 @@ CPU_TOKENS = 512
 CHECKPOINTS_KEPT = 2
 # A new one is written before one goes.
 CHECKPOINTS_AT_ONCE = CHECKPOINTS_KEPT + 1
-# Of a trained weight, with Adam's two moments, in float32.
-CHECKPOINT_BYTES = 12
 WARMUP_SHARE = 20  # one step in so many
 LOGGED_STEPS = 256
 CHECKPOINTS = 10  # of a run
@@ -125,13 +123,38 @@ def train(
             teacher=dense,
             progress=machine.progress,
         )
-        with masked(wrapped), replaced_forward(model, losses):
+        with (
+            masked(wrapped),
+            replaced_forward(model, losses),
+            without_dropout(wrapped),
+        ):
             trainer.train_to_the_end(path)
     log = trainer.state.log_history
     history = [line for line in log if "loss" in line]
     sharded = _gathered_adapter(trainer, folder)
     unwrapped = trainer.accelerator.unwrap_model(trainer.model)
     return Trained(unwrapped, history, loads, sharded, weights=weights)
+
+
+@contextmanager
+def without_dropout(model: Any) -> Iterator[None]:
+    """For a while nothing is dropped: a teacher drops nothing, and noise is not imitated.
+
+    Families keep their rates in modules of torch's or as numbers of their own.
+    """
+    rates = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or isinstance(module, nn.Dropout)
+            if is_rate and isinstance(value, float):
+                rates.append((module, name, value))
+    for module, name, _ in rates:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in rates:
+            setattr(module, name, value)
 
 
 @contextmanager

@@ -62,9 +62,13 @@ def _perplexity_words(record: Record) -> list[str]:
     ]
     before = record.conversion_ratio
     if record.recovery is not None and before is not None:
+        trained = "has not trained on this text, and would gain by it too"
+        came = record.recovery.get("teacher_perplexity_before")
+        if came is not None:
+            trained = f"was trained on the same tokens before: it came with {came:.3f}"
         sentences.append(
-            f"Before it was trained, perplexity {changed(before)}. The dense model has "
-            "not trained on this text, and would gain by it too."
+            f"Before it was trained, perplexity {changed(before)}. The dense model "
+            f"{trained}."
         )
     return sentences
 

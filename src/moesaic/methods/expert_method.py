@@ -302,7 +302,11 @@ def fit_repair(
     kept = Kept(neurons_N.to(fit.device), mask, stand_in)
     repair = _fit_outputs(fit, kept, method, intercept, undo_drift)
     repaired = repair.apply(fit.ffn, kept)
-    if up_steps and fit.ffn.gated:
+    if up_steps and not fit.ffn.gated:
+        made.notes.append(
+            "rows of W_up kept: up_steps refits them where FFNs have a gate"
+        )
+    elif up_steps:
         refitted = with_up_rows(
             fit.inputs, fit.dense, repaired, kept, up_steps, undo_drift
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.calibration.ffn_inputs import FFNInputs
+from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
 from moesaic.layout import Layout
 from moesaic.methods.base import (
@@ -56,10 +57,15 @@ class Griffin(FFNMethod):
     )
 
     def layouts(self, shape: ModelShape, budget: Budget) -> list[Layout]:
-        """Every neuron alone. Raises MoesaicError for a mixture."""
+        """Every neuron alone. Raises MoesaicError where sequences are not seen."""
         refuse_mixture(
             self, shape, "wants whole sequences, which experts do not see"
         )
+        if shape.identities:  # OPT
+            raise MoesaicError(
+                f"{shape.name} lays the tokens of all sequences in one row for its FFNs, "
+                f"and method {self.name!r} wants whole sequences; take another method"
+            )
         return [neuron_layout(budget, shape.ffn.intermediate_size)]
 
     def block(self, ffn: FFNShape) -> BlockConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
+CARD_FILE = "README.md"
 TAG = "moesaic"
 MIXTURE_TAG = "mixture-of-experts"
 
@@ -58,11 +59,12 @@ def code(text: str) -> str:
     return "\n".join(indented)
 
 
-def licence_of(folder: str | Path) -> str | None:
-    """The licence that a local model's own card states. None without a card that can be read."""
-    path = Path(folder) / "README.md"
+def licence_of(card: Path | None) -> str | None:
+    """The licence that a model's own card states. None without a card that can be read."""
+    if card is None:
+        return None
     try:
-        front = metadata_load(path)
+        front = metadata_load(card)
     except (OSError, ValueError, yaml.YAMLError):
         return None
     if not front or front.get("license") is None:
