@@ -11,6 +11,7 @@ from torch import nn
 
 import moesaic
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.side_by_side import evaluate
 from moesaic.methods.load import load_method
 from moesaic.modeling import BlockConfig, MoesaicPromptNeurons, RouterConfig, Sizes
 from moesaic.modeling.prompt_neurons_moesaic import flocking
@@ -201,6 +202,9 @@ def test_no_perplexity_is_told_of_windows_that_are_all_prompt(
     assert model.config.moesaic.router.prompt == prompt
     for value in (report.perplexity, report.dense_perplexity):
         assert (value is not None) == measured
+    if not measured:
+        with pytest.raises(MoesaicError, match="perplexity would be the dense model's"):
+            evaluate(str(tmp_path / "moe"), sequence_length=CONTEXT)
 
 
 def test_what_sees_no_sequences_is_refused() -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, metadata_load
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 
 import moesaic
-from moesaic.families.load import load_model
+from moesaic.families import load as load_module
+from moesaic.families.load import file_beside, load_model
 from moesaic.finetune.model_card import finetune_card
 from moesaic.finetune.report import FinetuneReport
 from moesaic.output import draft as drafts
@@ -412,6 +414,28 @@ def test_fine_tuning_calls_a_mixture_only_what_routes(routed: bool) -> None:
     card = finetune_card(report, None, None)
     assert ("mixture-of-experts" in card) == routed
     assert ("A mixture of experts made" in card) == routed
+
+
+def test_a_file_of_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Card and reports go along from there; without a network, or without the file, none do."""
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\n---\n")
+    asked = []
+
+    def download(model: str, name: str) -> str:
+        asked.append((model, name))
+        if name != card.name:
+            raise EntryNotFoundError("no such file")
+        return str(card)
+
+    monkeypatch.setattr(load_module, "hf_hub_download", download)
+    assert licence_of(file_beside("some/model", "README.md")) == "mit"
+    assert file_beside("some/model", "moesaic_report.json") is None
+    assert asked == [("some/model", "README.md"), ("some/model", "moesaic_report.json")]
+    monkeypatch.undo()  # tests have no network
+    assert file_beside("some/model", "README.md") is None
+    assert file_beside("demo", "moesaic_report.json") is None
+    assert file_beside("demo", "config.json") is not None
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,10 @@ NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
 PERPLEXITY = (
     "perplexity: how unsure the model is of the next token, lower is better"
 )
-ACTIVE_FFN = "active FFN: share of the FFN neurons that a token computes"
+ACTIVE_FFN = (
+    "active FFN: planned share of the FFN neurons that a token computes; where thresholds "
+    "choose, a text may run more or less"
+)
 DEAD = "dead: experts that hardly any token runs"
 
 # What a task may be measured by.

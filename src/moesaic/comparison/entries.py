@@ -15,8 +15,9 @@ from moesaic.comparison.missing import PLANNING, Missing
 from moesaic.comparison.options import SPARSITY, CompareOptions, Goal
 from moesaic.conversion.options import make_budget
 from moesaic.conversion.plan import Plan, make_plan
-from moesaic.conversion.prepare import check_needs, check_windows
+from moesaic.conversion.prepare import check_needs
 from moesaic.errors import MoesaicError, reason_of
+from moesaic.evaluate.perplexity import check_windows
 from moesaic.evaluate.work import meta_model
 from moesaic.families import find_ffns
 from moesaic.families.load import window_length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moesaic.layout import GRAINS, Layout
 from moesaic.methods.contents import METHODS
@@ -78,12 +78,11 @@ def next_steps(report: ConversionReport, output: str) -> list[str]:
 
 
 def _can_be_searched(method: str) -> bool:
-    """Whether a target ratio finds a budget: it gives all layers the same."""
+    """Whether a target ratio finds a budget."""
+    from moesaic.conversion.layout_search import can_have_equal_layers
     from moesaic.methods.load import load_method
 
-    loaded: Any = load_method(method)
-    uniform = getattr(loaded, "layer_budgets", "uniform") == "uniform"
-    return uniform or "layer_budgets" in loaded.settings
+    return can_have_equal_layers(load_method(method))
 
 
 def _replaces_ffns(method: str) -> bool:

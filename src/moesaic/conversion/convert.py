@@ -45,14 +45,13 @@ from moesaic.conversion.prepare import (
     Prepared,
     ValidationText,
     prepare,
-    skips_nothing,
     source_name,
 )
 from moesaic.conversion.python_call import python_call
 from moesaic.conversion.report import CONVERSION_FILE, ConversionReport
 from moesaic.conversion.run import Run
 from moesaic.errors import MoesaicError
-from moesaic.evaluate.perplexity import perplexity
+from moesaic.evaluate.perplexity import perplexity, skips_nothing
 from moesaic.evaluate.work import active_ffn_fraction, count_macs, meta_model
 from moesaic.families import FFNs, find_ffns
 from moesaic.families.load import (

@@ -17,11 +17,11 @@ from moesaic.conversion.layer_error import relative_error
 from moesaic.conversion.masks import set_view
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan, make_plan
-from moesaic.conversion.prepare import Prepared, check_windows
+from moesaic.conversion.prepare import Prepared
 from moesaic.conversion.run import Run, ffn_inputs
 from moesaic.conversion.trial_set import trial_set
 from moesaic.errors import MoesaicError
-from moesaic.evaluate.perplexity import perplexity
+from moesaic.evaluate.perplexity import check_windows, perplexity
 from moesaic.families import FFNs
 from moesaic.layout import Layout
 from moesaic.memory import lent_to
@@ -138,9 +138,9 @@ def with_equal_layers(options: ConvertOptions) -> ConvertOptions:
     Raises MoesaicError where the method has no setting for that.
     """
     method: Any = options.method
-    if getattr(method, "layer_budgets", "uniform") == "uniform":
+    if _has_equal_layers(method):
         return options
-    if "layer_budgets" not in method.settings:
+    if not can_have_equal_layers(method):
         raise MoesaicError(
             f"a target ratio gives all layers the same budget, and method {method.name!r} "
             "has its own; give a sparsity, or settings by which layers are alike "
@@ -149,6 +149,15 @@ def with_equal_layers(options: ConvertOptions) -> ConvertOptions:
     log = step_log(options.progress)
     log("all layers get the same budget, by which the target is met")
     return replace(options, method=replace(method, layer_budgets="uniform"))
+
+
+def can_have_equal_layers(method: Any) -> bool:
+    """Whether a target ratio can be searched for, which gives all layers the same."""
+    return _has_equal_layers(method) or "layer_budgets" in method.settings
+
+
+def _has_equal_layers(method: Any) -> bool:
+    return bool(getattr(method, "layer_budgets", "uniform") == "uniform")
 
 
 def check_target(prepared: Prepared) -> None:

@@ -32,7 +32,6 @@ from moesaic.families.load import (
     window_length,
 )
 from moesaic.methods.base import FFNMethod, Method
-from moesaic.modeling import MoEConfig
 from moesaic.output.draft import check_output
 
 PAPER_SAMPLES = 8
@@ -225,32 +224,6 @@ def check_processes(
             f"{windows - heldout} calibration windows to fit on cannot be shared by "
             f"{count} processes; take more --samples, or fewer processes"
         )
-
-
-def skips_nothing(moe: MoEConfig, length: int) -> bool:
-    """Whether windows of that length are all prompt, over which every neuron runs."""
-    router = moe.router
-    if router is None or router.prompt is None:
-        return False
-    return not 0 < router.prompt < length
-
-
-def check_windows(moe: MoEConfig, length: int) -> None:
-    """Raises MoesaicError where windows of that length would show nothing skipped.
-
-    So for a method that runs the first tokens of a window whole, and windows that have
-    no others.
-    """
-    if not skips_nothing(moe, length):
-        return
-    assert moe.router is not None
-    prompt = moe.router.prompt
-    first = f"the first {prompt}" if prompt else "all"
-    raise MoesaicError(
-        f"method {moe.name!r} with prompt={prompt} runs {first} tokens of a "
-        f"window whole, and windows have {length}: perplexity would be the dense "
-        "model's; take a prompt shorter than --sequence-length"
-    )
 
 
 def usual_samples(plan: Plan, length: int) -> int:

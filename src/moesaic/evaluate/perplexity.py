@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from moesaic.calibration.share import ALONE, Share
 from moesaic.errors import MoesaicError
-from moesaic.modeling import chosen_for_each_token
+from moesaic.modeling import MoEConfig, chosen_for_each_token
 from moesaic.parts.products import widened_products
 
 _BATCH_TOKENS = 2048
@@ -115,3 +115,29 @@ def _windows(ids: Tensor, length: int) -> Iterator[Tensor]:
     last = ids[in_windows:]
     if len(last) >= 2:
         yield last[None]
+
+
+def skips_nothing(moe: MoEConfig, length: int) -> bool:
+    """Whether windows of that length are all prompt, over which every neuron runs."""
+    router = moe.router
+    if router is None or router.prompt is None:
+        return False
+    return not 0 < router.prompt < length
+
+
+def check_windows(moe: MoEConfig, length: int) -> None:
+    """Raises MoesaicError where windows of that length would show nothing skipped.
+
+    So for a method that runs the first tokens of a window whole, and windows that have
+    no others.
+    """
+    if not skips_nothing(moe, length):
+        return
+    assert moe.router is not None
+    prompt = moe.router.prompt
+    first = f"the first {prompt}" if prompt else "all"
+    raise MoesaicError(
+        f"method {moe.name!r} with prompt={prompt} runs {first} tokens of a "
+        f"window whole, and windows have {length}: perplexity would be the dense "
+        "model's; take a prompt shorter than --sequence-length"
+    )

@@ -11,8 +11,8 @@ from torch import Tensor
 from moesaic.calibration.text import to_ids
 from moesaic.demo import usual_text
 from moesaic.errors import MoesaicError
-from moesaic.evaluate.perplexity import perplexity
-from moesaic.evaluate.work import active_ffn_fraction_of
+from moesaic.evaluate.perplexity import check_windows, perplexity
+from moesaic.evaluate.work import active_ffn_fraction_of, is_converted
 from moesaic.families.load import (
     base_model_of,
     load_config,
@@ -47,6 +47,9 @@ def evaluate(
     names = [model] if against is None else [model, against]
     configs = [load_config(name, trust_remote_code) for name in names]
     length = window_length(configs, sequence_length)
+    for config in configs:
+        if is_converted(config):
+            check_windows(config.moesaic, length)
     if text is None:
         text = [_default_text(model, configs[0])]
     if max_tokens is not None and max_tokens < 2:

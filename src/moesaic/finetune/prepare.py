@@ -18,13 +18,13 @@ from torch import Tensor
 from moesaic.calibration.text import to_ids
 from moesaic.conversion.prepare import (
     ValidationText,
-    check_windows,
     hold_out,
     source_name,
     tokenizer_for,
 )
 from moesaic.demo import usual_text
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.perplexity import check_windows
 from moesaic.families import find_ffns
 from moesaic.families.load import (
     dense_of,
