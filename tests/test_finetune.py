@@ -31,6 +31,7 @@ from moesaic.finetune import save as save_module
 from moesaic.finetune.balance import measure_loads
 from moesaic.finetune.defaults import usual_rate
 from moesaic.finetune.fold import fold_scale, mean_gates
+from moesaic.finetune.in_memory import plan_recovery
 from moesaic.finetune.lora import (
     blocks_of,
     checkpoint_bytes,
@@ -572,6 +573,15 @@ def test_ids_need_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     assert report.settings["samples"] == 8
     with pytest.raises(MoesaicError, match="tokenizer"):
         tuned(bare, tmp_path / "again")
+
+
+def test_a_comparison_trains_on_as_many_windows_of_each_text(tmp_path: Path) -> None:
+    options = FinetuneOptions(model="x", output=tmp_path, samples=8, distill="none")
+    texts = [torch.full((900,), 11), torch.full((90,), 22)]
+    recovery = plan_recovery(options, dense_model("llama"), texts, CONTEXT)
+    windows = recovery.windows_NL
+    assert windows.shape == (8, CONTEXT)
+    assert (windows == 11).all(1).sum() == (windows == 22).all(1).sum() == 4
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    DeepseekV2Config,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -145,6 +146,13 @@ def test_attention_scores_stand_apart_from_the_total() -> None:
     macs = dense(LlamaConfig(**TINY), 10)
     assert macs.scores == 3 * 2 * 16 * seen_by_loops(10, None)
     assert macs.total == macs.attention + macs.ffn + macs.router + macs.head
+
+
+def test_keys_and_values_may_differ_in_length() -> None:
+    """DeepSeek's: a key has a part with a position and one without. 3 layers of 4 heads."""
+    lengths = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    config = DeepseekV2Config(**TINY, **lengths)
+    assert work._scores(config, 10) == 3 * 4 * (8 + 4 + 6) * seen_by_loops(10, None)
 
 
 def test_grouped_queries_have_smaller_matrices_and_the_same_scores() -> None:

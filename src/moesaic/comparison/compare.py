@@ -213,7 +213,9 @@ def _compared(
     check_vocabulary(dense, tokens.ids)
     recovery = None
     if tuning is not None:
-        recovery = plan_recovery(tuning, dense, tokens.ids, tokens.length)
+        recovery = plan_recovery(
+            tuning, dense, tokens.calibration_ids, tokens.length
+        )
     settings = _settings(
         options, tokens, recovery, check_weights(ffns, dense), dense
     )
@@ -277,10 +279,15 @@ def _tuning(options: CompareOptions) -> FinetuneOptions | None:
 class _Tokens:
     """What all methods see: windows of `length` for each seed, and what is measured on."""
 
-    ids: Tensor  # of all calibration texts
+    calibration_ids: list[Tensor]  # of each text
     length: int
     calibration_sets: list[CalibrationSet]
     evaluation: Evaluation
+
+    @property
+    def ids(self) -> Tensor:
+        """Of all calibration texts."""
+        return torch.cat(self.calibration_ids)
 
 
 def _read_tokens(
@@ -300,7 +307,7 @@ def _read_tokens(
         for seed in range(options.seeds)
     ]
     evaluation = Evaluation(texts, length, options.max_tokens)
-    return _Tokens(torch.cat(source_ids), length, calibration_sets, evaluation)
+    return _Tokens(source_ids, length, calibration_sets, evaluation)
 
 
 def _check_output(options: CompareOptions) -> None:

@@ -347,9 +347,7 @@ def _scores(config: Any, tokens: int) -> float:
     Of layers that attend: the recurrence of others is left out.
     """
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None)
-    if not head_dim:
-        head_dim = config.hidden_size // heads
+    key_dim, value_dim = _head_dims(config)
     window = getattr(config, "sliding_window", None)
     # A family with a window and no list of layer types slides in every layer.
     layer_types = getattr(config, "layer_types", None)
@@ -365,4 +363,16 @@ def _scores(config: Any, tokens: int) -> float:
         first_queries = reach * (reach + 1) // 2
         later_queries = (tokens - reach) * reach
         pairs += first_queries + later_queries
-    return float(2 * heads * head_dim * pairs)
+    return float(heads * (key_dim + value_dim) * pairs)
+
+
+def _head_dims(config: Any) -> tuple[int, int]:
+    """Numbers of a head's key, and of its value."""
+    value_dim: int | None = getattr(config, "v_head_dim", None)
+    if value_dim:  # DeepSeek's: keys with and without a position
+        key_dim: int = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return key_dim, value_dim
+    head_dim = getattr(config, "head_dim", None)
+    if not head_dim:
+        head_dim = config.hidden_size // config.num_attention_heads
+    return head_dim, head_dim

@@ -7,7 +7,7 @@ Shape suffixes: N windows, L tokens of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from moesaic.finetune.prepare import (
     LINEARS_STAY,
     NO_FFNS,
     check_rank,
+    draw_of_each,
     windows_and_settings,
 )
 from moesaic.finetune.train import first_windows, train
@@ -75,15 +76,20 @@ def recovery_options(
 
 
 def plan_recovery(
-    options: FinetuneOptions, dense: Any, ids: Tensor, length: int
+    options: FinetuneOptions, dense: Any, texts: Sequence[Tensor], length: int
 ) -> Recovery:
     """Draws the windows from a row of token ids, as `moesaic.finetune` would.
+
+    Of several rows as many from each.
 
     Raises MoesaicError for a text that is too short and a model in float16.
     """
     refuse_float16(dense, options.model)
     check_rank(options.rank, dense.config)
     has_teacher = options.distill != NO_TEACHER
+    ids = texts[0]
+    if len(texts) > 1:
+        ids = draw_of_each(texts, options.samples, length, options.seed)
     windows_NL, settings = windows_and_settings(
         options, ids, length, dense.config, has_teacher
     )
