@@ -366,7 +366,7 @@ def test_a_model_beside_itself(
         main()
     assert not stop.value.code
     printed = capsys.readouterr().out
-    assert "time over dense" in printed
+    assert "time over the other's" in printed
     assert "memory held at most" in printed
     assert "timed in" not in printed  # both in the same format
     result = json.loads(path.read_text())

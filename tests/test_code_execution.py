@@ -129,6 +129,17 @@ def test_a_program_starts_no_process(attempt: str) -> None:
         "import shutil\nshutil.rmtree({folder!r})",
         "import sqlite3\nsqlite3.connect({path!r} + '.db').execute('create table t (a)')",
         "import dbm\ndbm.open({path!r} + '.dbm', 'c')['a'] = 'b'",
+        "import os\nat = os.open({folder!r}, os.O_RDONLY)\n"
+        "os.open('new', os.O_WRONLY | os.O_CREAT, dir_fd=at)",
+        "import os\nat = os.open('..', os.O_RDONLY)\n"
+        "os.open('{name}/new', os.O_WRONLY | os.O_CREAT, dir_fd=at)",
+        "import os\nos.mkfifo({path!r} + '.fifo')",
+        "import posix\nposix.mkfifo({path!r} + '.fifo')",
+        "import os\nos.mknod({path!r} + '.node')",
+        "import readline\nreadline.write_history_file({path!r} + '.history')",
+        "import _multiprocessing",
+        "import os\nos.pidfd_open(os.getppid())",
+        "import os\nos.setpriority(os.PRIO_PROCESS, 0, 19)",
     ],
 )
 def test_nothing_outside_its_folder_is_changed(attempt: str, tmp_path: Path) -> None:
@@ -215,3 +226,10 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(code_execution.os, "name", "nt")
         with pytest.raises(MoesaicError, match="only Linux and macOS"):
             code_execution.check_can_run()
+
+
+def test_files_are_few() -> None:
+    """So that what a program leaves on the disk until it ends is bounded, too."""
+    write = "for number in range({count}):\n    open(str(number), 'w').close()"
+    assert passes(write.format(count=100))
+    assert not passes(write.format(count=101))

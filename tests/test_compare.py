@@ -182,9 +182,9 @@ def test_what_thresholds_run_on_a_text_is_told(tmp_path: Path) -> None:
 
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(count)
-    ids = to_ids(str(text), tokenizer)[:1024]
+    ids = to_ids(str(text), tokenizer)[:256]
     with torch.no_grad():
-        for window in ids[None].split(512, dim=1):
+        for window in ids[None].split(64, dim=1):
             model(window)
     assert f"{sum(running) / len(running):.1%} of what" in told
     sizes = model.config.moesaic.first_sizes
@@ -248,6 +248,7 @@ def test_work_that_was_missed_is_told() -> None:
         ({"sparsity": (0.25, 0.25)}, "sparsity 0.25, sparsity 0.25: give each once"),
         ({"calibration": [__file__, f"{__file__}:text"]}, "at least one is needed, each once"),
         ({"grain": "huge"}, "grain"),
+        ({"grain": "fine", "sparsity": None, "layout": "S1A3E8"}, "grain fine and layout S1A3E8"),
         ({"output": Path(__file__)}, "is no folder"),
         ({"output": Path(__file__) / "below"}, "is not a folder"),
         ({"resume": True}, "resume needs the output"),

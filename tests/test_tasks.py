@@ -64,6 +64,7 @@ class MadeUp(LM):
         self.asked: list[Instance] = []
         self.max_length = 10**9
         self.tokenizer = SimpleNamespace(encode=list)
+        self.skips_nothing = lambda tokens: False
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         self.asked += requests
@@ -445,6 +446,26 @@ def test_prompts_that_do_not_fit_are_counted(demo: Any, data: Path, tmp_path: Pa
     asked = load_questions({"piqa": 0}, None, folder, tmp_path)
     found, _ = ask_all(harness.Model("demo", demo, tokenizer, 512, 1), asked)
     assert found["piqa"]["cut"] == 1
+
+
+@pytest.mark.parametrize(("prompt", "whole"), [(0, 4), (64, 3)])
+def test_questions_over_which_nothing_is_skipped_are_counted(
+    prompt: int, whole: int, data: Path, tmp_path: Path
+) -> None:
+    """All but the long one are no longer than the prompt that chooses."""
+    model, _ = moesaic.convert(
+        "demo", "griffin", calibration="demo", sparsity=0.75, samples=4,
+        settings={"prompt": prompt}, dtype="float32",
+    )  # fmt: skip
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [piqa(number) for number in range(4)]
+    rows[2]["goal"] = "open " * 60
+    write_rows(folder / "piqa.validation.jsonl", rows)
+    asked = load_questions({"piqa": 0}, None, folder, tmp_path)
+    found, _ = ask_all(harness.Model("it", model, load_tokenizer("demo"), 512, 1), asked)
+    assert found["piqa"]["whole"] == whole
+    assert found["piqa"]["cut"] == 0
 
 
 def test_a_longest_answer_is_the_harness_s(demo: Any) -> None:

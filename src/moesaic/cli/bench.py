@@ -118,9 +118,11 @@ def print_result(result: dict[str, Any]) -> None:
         "batch: sequences at once; tokens/s are those of all together",
     ]
     if beside:
-        names += ["of dense", "time over dense", "floor", "over floor"]
+        names += ["the other's", "time over the other's", "floor", "over floor"]
         meanings += [
-            "time over dense: median of the rounds (least to most); below 1 is faster",
+            f"the other: {result['against']}",
+            "time over the other's: median of the rounds (least to most); below 1 is "
+            "faster",
             "floor: what the counted work would give: multiply-accumulates of a prompt, "
             "bytes of weights for a token",
             "over floor: the time over that of the counted work",
@@ -169,5 +171,5 @@ def _print_memory(result: dict[str, Any]) -> None:
     if None in held:
         return
     words = [f"{size / 2**30:.1f} GiB" for size in held]
-    dense = f", of dense {words[1]}" if len(words) > 1 else ""
-    out.print(f"memory held at most: {words[0]}{dense}")
+    other = f", of the other {words[1]}" if len(words) > 1 else ""
+    out.print(f"memory held at most: {words[0]}{other}")

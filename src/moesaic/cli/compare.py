@@ -148,7 +148,7 @@ def compare_command(
             ffn_bytes=bytes_shares,
             ffn_macs=macs_shares,
             layout=layout,
-            grain=grain or "medium",
+            grain=grain,
             calibration=calibration or [usual_text(model)],
             text=text,
             seeds=seeds,

@@ -262,9 +262,16 @@ def _print(result: dict[str, Any]) -> None:
                 _share(row["active_ffn_fraction"]),
             )
     out.print(table)
+    for row in rows:
+        for source, share in row.get("choices", {}).items():
+            out.print(
+                f"thresholds of {row['model']} on {source}: {share['ran']:.1%} of what is "
+                f"chosen from ran, {share['planned']:.1%} were planned"
+            )
     for source, ratio in result.get("ratio", {}).items():
         out.print(
-            f"ratio on {source}: {ratio:.4f} (perplexity over the dense model's)"
+            f"ratio on {source}: {ratio:.4f} "
+            f"(perplexity over that of {result['against']['model']})"
         )
 
 

@@ -97,7 +97,7 @@ def folded(*cells: str) -> list[Text]:
 def macs_table(title: str, dense: Macs | None, ours: Macs, tokens: int) -> None:
     """Multiply-accumulates before (where given) and after."""
     models = [ours] if dense is None else [dense, ours]
-    heads = ["converted"] if dense is None else ["dense", "converted"]
+    heads = ["converted"] if dense is None else ["as it is", "converted"]
     plural = "s" if tokens > 1 else ""
     table = explained(
         "GMACs",
@@ -422,7 +422,7 @@ def tasks_table(result: dict[str, Any]) -> None:
         table.add_row("mean of five", "", "", "", *scores)
     out.print(table)
     for part in (result, other or {}):
-        _print_cut(part)
+        _print_lengths(part)
 
 
 def _scores(result: dict[str, Any], place: tuple[str, ...]) -> list[str]:
@@ -453,11 +453,17 @@ def _percent(row: dict[str, Any], sign: str = "") -> str:
     return f"{score} ± {100 * error:.1f}"
 
 
-def _print_cut(part: dict[str, Any]) -> None:
+def _print_lengths(part: dict[str, Any]) -> None:
     """Says where prompts did not fit the context."""
     for task, row in part.get("tasks", {}).items():
         if row["cut"]:
             out.print(
                 f"{task}: {row['cut']:,} prompts did not fit the {part['context']:,} "
                 f"tokens that {part['model']} reads; their beginning was cut off"
+            )
+        if row["whole"]:
+            out.print(
+                f"{task}: {row['whole']:,} of {row['questions']:,} questions were "
+                f"answered as by the dense model: {part['model']} runs all neurons over "
+                "a prompt, and they are no longer than that"
             )

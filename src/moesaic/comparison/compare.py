@@ -30,6 +30,7 @@ from moesaic.comparison.options import (
 from moesaic.comparison.results import Results
 from moesaic.comparison.rows import Cell
 from moesaic.comparison.trials import Evaluation, Trials, pass_seconds
+from moesaic.conversion.options import check_grain_or_layout
 from moesaic.conversion.prepare import hold_out, usual_samples
 from moesaic.errors import MoesaicError, reason_of
 from moesaic.families import find_ffns
@@ -70,7 +71,7 @@ def compare(
     ffn_bytes: Sequence[float] = (),
     ffn_macs: Sequence[float] = (),
     layout: str | None = None,
-    grain: str = "medium",
+    grain: str | None = None,
     calibration: str | Sequence[str] = "wikitext2",
     text: Sequence[str] | None = None,
     references: Sequence[str] = REFERENCES,
@@ -123,6 +124,8 @@ def compare(
     Memory: the dense model and the new FFNs; with `finetune` or `speed` a second model.
     Raises MoesaicError for bad input, and where no method is left.
     """
+    if grain is not None:
+        check_grain_or_layout(grain, layout)
     methods = [load_method(recipe) for recipe in _named(recipes, references)]
     names = {method.name for method in methods}
     others = [load_method(name) for name in references if name not in names]
@@ -138,7 +141,7 @@ def compare(
         references=tuple(others),
         sparsities=tuple(sparsity),
         layout=layout,
-        grain=grain,
+        grain=grain or "medium",
         calibration=tuple(sources),
         texts=tuple(texts),
         ffn_bytes=tuple(ffn_bytes),

@@ -6,7 +6,6 @@ Shape suffixes: N windows, L tokens of one, B windows of a batch.
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +27,10 @@ from moesaic.conversion.masks import set_views
 from moesaic.conversion.plan import Plan
 from moesaic.conversion.run import Run
 from moesaic.errors import reason_of
+from moesaic.evaluate.choices import ChosenShare, count_choices
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families import FFNs, Mixtures
 from moesaic.finetune.in_memory import Recovery, tuned, tuned_dense, why_not
-from moesaic.inspection.measure import measure
 from moesaic.methods.base import FFNMethod
 
 TOLD = 0.01  # that more or less runs than was planned
@@ -51,6 +50,21 @@ class Evaluation:
             value, _ = perplexity(model, ids, self.length, self.max_tokens)
             values[name] = value
         return values
+
+    def perplexities_and_choices(
+        self, model: Any
+    ) -> tuple[dict[str, float], dict[str, ChosenShare]]:
+        """The same, and what thresholds chose on each text, if they decide."""
+        values = {}
+        shares = {}
+        for name, ids in self.texts.items():
+            with count_choices(model) as choices:
+                value, _ = perplexity(model, ids, self.length, self.max_tokens)
+            values[name] = value
+            share = choices.share()
+            if share is not None:
+                shares[name] = share
+        return values, shares
 
     def digests(self) -> dict[str, str]:
         digests = {}
@@ -130,8 +144,9 @@ class Trials:
             layers = method.convert(self.dense, calibration, plan, run)
             seconds = time.perf_counter() - started
             plan = plan.settled(layers)
-            values = self.evaluation.perplexities(self.dense)
-            ran = self._notes_on_thresholds(plan)
+            values, shares = self.evaluation.perplexities_and_choices(
+                self.dense
+            )
             if wants_copy:
                 student = own_model(self.dense, plan)
         speed = None
@@ -168,7 +183,7 @@ class Trials:
             better_static=better_static,
             load_max_over_mean=_unevenness(loads),
             dead_experts=_dead_experts(loads),
-            notes=notes + ran,
+            notes=notes + _notes_on_thresholds(shares),
             seconds=seconds,
             router_recall=_mean_recall(layers),
             passes=seconds / self.dense_seconds,
@@ -177,27 +192,6 @@ class Trials:
             tuning_failed=recovered.failed,
             speed=speed,
         )
-
-    def _notes_on_thresholds(self, plan: Plan) -> list[str]:
-        """Where more or less runs on a text than was planned on the calibration text.
-
-        Only thresholds allow that, and work is as planned. Of the first tokens of a text.
-        """
-        planned = _planned_by_thresholds(plan)
-        if planned is None or isinstance(self.ffns, Mixtures):
-            return []
-        notes = []
-        for name, ids_T in self.evaluation.texts.items():
-            found = measure(self.dense, ids_T, [], name, ffns=self.ffns)
-            assert found is not None
-            rates = [statistics.mean(layer.rates) for layer in found.layers]
-            ran = statistics.mean(rates)
-            if abs(ran - planned) > TOLD:
-                notes.append(
-                    f"on {name} {ran:.1%} of what is chosen from runs, and work is "
-                    f"counted as planned, {planned:.1%}"
-                )
-        return notes
 
     def tuned_dense(self, recovery: Recovery) -> dict[str, float]:
         """Perplexities of a copy of the dense model after the same training."""
@@ -265,15 +259,19 @@ def _note_on_prompt(plan: Plan, evaluation: Evaluation) -> list[str]:
     ]
 
 
-def _planned_by_thresholds(plan: Plan) -> float | None:
-    """The mean share of a layer's units that is to run; None where no threshold decides."""
-    moe = plan.moe
-    if moe.linears is not None:
-        return moe.linears.mean_share
-    if moe.router is None or moe.router.fixed_count:
-        return None
-    shares = [sizes.num_active / sizes.num_routed for sizes in moe.sizes]
-    return statistics.mean(shares)
+def _notes_on_thresholds(shares: dict[str, ChosenShare]) -> list[str]:
+    """Where more or less runs on a text than was planned on the calibration text.
+
+    Only thresholds allow that, and work is as planned.
+    """
+    notes = []
+    for name, share in shares.items():
+        if abs(share.ran - share.planned) > TOLD:
+            notes.append(
+                f"on {name} {share.ran:.1%} of what is chosen from runs, and work is "
+                f"counted as planned, {share.planned:.1%}"
+            )
+    return notes
 
 
 def _unevenness(loads: list[list[float]]) -> float | None:

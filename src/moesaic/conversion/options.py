@@ -106,11 +106,7 @@ def make_options(
 
 def check_grain(grain: str, layout: Any, method: Method) -> None:
     """Raises MoesaicError for a grain that was given and would change nothing."""
-    if layout is not None:
-        raise MoesaicError(
-            f"grain {grain} and layout {layout}: give one, the layout says how many "
-            "experts there are"
-        )
+    check_grain_or_layout(grain, layout)
     takes_grain = (
         isinstance(method, FFNMethod)
         and method.takes_grain
@@ -120,6 +116,15 @@ def check_grain(grain: str, layout: Any, method: Method) -> None:
         raise MoesaicError(
             f"grain {grain}: method {method.name!r} does not choose how many experts "
             "there are; leave the grain out, or take another method"
+        )
+
+
+def check_grain_or_layout(grain: str, layout: Any) -> None:
+    """Raises MoesaicError where both were given."""
+    if layout is not None:
+        raise MoesaicError(
+            f"grain {grain} and layout {layout}: give one, the layout says how many "
+            "experts there are"
         )
 
 

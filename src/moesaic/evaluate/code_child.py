@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import sys
+from importlib import import_module
 
 FAILED = 1
 
@@ -50,13 +51,39 @@ _REFUSED = (
     "subprocess.",
 )
 # Modules in C that write files, or memory all may see, without an event of their own.
-_UNIMPORTABLE = ("_dbm", "_gdbm", "_posixshmem", "_sqlite3")
+_UNIMPORTABLE = (
+    "_dbm",
+    "_gdbm",
+    "_multiprocessing",
+    "_posixshmem",
+    "_sqlite3",
+    "readline",
+)
+# Functions that make files, or reach other processes, without an event of their own.
+_WITHOUT_EVENT = {
+    "posix": (
+        "login_tty",
+        "mkfifo",
+        "mknod",
+        "pidfd_open",
+        "sched_setaffinity",
+        "sched_setparam",
+        "sched_setscheduler",
+        "setns",
+        "setpriority",
+        "unshare",
+    ),
+    "_signal": ("pidfd_send_signal",),
+}
+# Each file that is opened to be written may grow to the limit on a file's size.
+_MOST_WRITTEN = 100
 
 
 def main() -> None:
     order = json.loads(sys.stdin.buffer.read())
     leave_network()
     set_limits(order["memory"], order["cpu_seconds"], order["file_bytes"])
+    remove_functions()
     sys.addaudithook(refuse)
     try:
         code = compile(order["program"], "program", "exec")
@@ -100,13 +127,26 @@ def set_limits(memory: int, cpu_seconds: int, file_bytes: int) -> None:
             continue
 
 
+def remove_functions() -> None:
+    """Takes away what no audit hook could refuse."""
+    for name, functions in _WITHOUT_EVENT.items():
+        in_c = import_module(name)
+        in_python = import_module(name.lstrip("_").replace("posix", "os"))
+        for module in (in_c, in_python):
+            for function in functions:
+                if hasattr(module, function):
+                    delattr(module, function)
+
+
 def refuse(event: str, arguments: tuple[object, ...]) -> None:
     """Audit hook: raises where the program reaches for what lies outside of it."""
     if event == "open":
         path, _, flags = arguments
-        writes = isinstance(flags, int) and flags & _WRITING
-        if writes and not _is_inside(path):
-            raise PermissionError(f"writing to {path!r} is refused")
+        if _is_folder(path):
+            # What is opened relative to a folder says nothing of it in its event.
+            raise PermissionError(f"opening the folder {path!r} is refused")
+        if isinstance(flags, int) and flags & _WRITING:
+            _refuse_writing(path)
     elif event == "import" and arguments[0] in _UNIMPORTABLE:
         raise PermissionError(f"importing {arguments[0]} is refused")
     elif event.startswith(_REFUSED):
@@ -114,6 +154,23 @@ def refuse(event: str, arguments: tuple[object, ...]) -> None:
 
 
 _FOLDER = os.path.realpath(os.getcwd())
+_written = 0
+
+
+def _refuse_writing(path: object) -> None:
+    """Raises for a file elsewhere, and for too many of them."""
+    global _written
+    if not _is_inside(path):
+        raise PermissionError(f"writing to {path!r} is refused")
+    _written += 1
+    if _written > _MOST_WRITTEN:
+        raise PermissionError(
+            f"writing more than {_MOST_WRITTEN} files is refused"
+        )
+
+
+def _is_folder(path: object) -> bool:
+    return isinstance(path, str | bytes | os.PathLike) and os.path.isdir(path)
 
 
 def _is_inside(path: object) -> bool:

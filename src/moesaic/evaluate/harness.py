@@ -33,6 +33,7 @@ from lm_eval.tasks import TaskManager
 
 from moesaic.errors import MoesaicError, first_line
 from moesaic.evaluate.code_execution import passes
+from moesaic.evaluate.perplexity import skips_nothing
 from moesaic.evaluate.self_consistency import (
     TEMPERATURE,
     Voting,
@@ -45,6 +46,7 @@ from moesaic.evaluate.task_data import (
     check_subjects,
     overrides,
 )
+from moesaic.evaluate.work import is_converted
 from moesaic.modeling import MoesaicPromptNeurons, chosen_for_each_token
 from moesaic.progress import Ticker, progress
 
@@ -95,6 +97,11 @@ class Model(HFLM):  # type: ignore[misc]
         self.on_cpu = model.device.type == "cpu"
         self.shown_name = name
         self.task = ""  # what it is asked now, for the progress
+
+    def skips_nothing(self, tokens: int) -> bool:
+        """Whether so many tokens, read at once, run all neurons as a prompt."""
+        config = self.model.config
+        return is_converted(config) and skips_nothing(config.moesaic, tokens)
 
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = True
@@ -156,6 +163,7 @@ class Answers:
 
     scores: list[float]  # of the metric shown, a question each
     cut: int  # questions whose prompt did not fit the context
+    whole: int  # questions in which nothing was skipped
     values: dict[str, Any]  # every metric, as the harness names it
 
 
@@ -352,7 +360,8 @@ def ask(
             for key, value in found["results"][name].items()
             if "," in key
         }
-        answers[name] = Answers(scores, count_cut(part, lm), values)
+        cut, whole = count_lengths(part, lm)
+        answers[name] = Answers(scores, cut, whole, values)
     return answers
 
 
@@ -400,9 +409,11 @@ def _prompts_told(description: str, total: int) -> Iterator[None]:
             ticker.stop()
 
 
-def count_cut(part: Task, lm: Any) -> int:
-    """Questions that did not fit the context: the harness cuts the start of their prompt.
+def count_lengths(part: Task, lm: Any) -> tuple[int, int]:
+    """Questions that did not fit the context, and those that were nothing but a prompt.
 
+    Of the first the harness cuts the start of their prompt. Of the others no choice is
+    longer than the prompt over which a model (GRIFFIN) runs all neurons.
     Costs tokenising a prompt for each question that was asked last.
     """
     longest: dict[int, Instance] = {}
@@ -410,10 +421,14 @@ def count_cut(part: Task, lm: Any) -> int:
         other = longest.get(request.doc_id)
         if other is None or _characters(request) > _characters(other):
             longest[request.doc_id] = request
-    return sum(
-        tokens_needed(request, lm.tokenizer) > lm.max_length
-        for request in longest.values()
-    )
+    cut = 0
+    whole = 0
+    for request in longest.values():
+        needed = tokens_needed(request, lm.tokenizer)
+        cut += needed > lm.max_length
+        if request.request_type == "loglikelihood":
+            whole += lm.skips_nothing(needed)
+    return cut, whole
 
 
 def _characters(request: Instance) -> int:
@@ -515,6 +530,9 @@ def _sampling(part: Task, way: str, voting: Voting) -> Task:
         **part.config.generation_kwargs,
         "do_sample": True,
         "temperature": TEMPERATURE,
+        # Else those of the model's generation config, and without one a top_k of 50.
+        "top_k": 0,
+        "top_p": 1.0,
     }
     sampling.set_config("generation_kwargs", written)
     sampling.set_config("repeats", voting.samples)

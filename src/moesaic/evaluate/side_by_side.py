@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from moesaic.calibration.text import to_ids
 from moesaic.demo import usual_text
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.choices import count_choices
 from moesaic.evaluate.perplexity import check_windows, perplexity
 from moesaic.evaluate.work import active_ffn_fraction_of, is_converted
 from moesaic.families.load import (
@@ -37,12 +39,14 @@ def evaluate(
     """Perplexity on every SOURCE of `text`.
 
     Gives model, perplexity and tokens by source, and active_ffn_fraction (None for a
-    mixture that is not ours). With `against` also the dense model's, under that key,
+    mixture that is not ours). Where thresholds decide also `choices` by source: the share
+    of a token's units (experts, neurons, inputs) that ran, and the planned one, which
+    active_ffn_fraction goes by. With `against` also the dense model's, under that key,
     and `ratio`. The default text is the demo's for what came from the demo model, else
     wikitext2.
     `progress(name, tokens)` returns what is told of each batch. Raises MoesaicError for
     bad input, and where the two models cut a text into different tokens. Costs one
-    forward pass over the text per model.
+    forward pass over the text per model, and where thresholds decide the choice once more.
     """
     names = [model] if against is None else [model, against]
     configs = [load_config(name, trust_remote_code) for name in names]
@@ -82,20 +86,27 @@ def evaluate(
             report = progress(name, tokens)
         values = {}
         predicted = {}
+        shares = {}
         for source in text:
-            values[source], predicted[source] = perplexity(
-                loaded,
-                ids_by_source[source],
-                length,
-                max_tokens,
-                report,
-            )
+            with count_choices(loaded) as choices:
+                values[source], predicted[source] = perplexity(
+                    loaded,
+                    ids_by_source[source],
+                    length,
+                    max_tokens,
+                    report,
+                )
+            share = choices.share()
+            if share is not None:
+                shares[source] = asdict(share)
         row: dict[str, Any] = {
             "model": name,
             "perplexity": values,
             "tokens": predicted,
             "active_ffn_fraction": active_ffn_fraction_of(loaded),
         }
+        if shares:
+            row["choices"] = shares
         rows.append(row)
         del loaded
 

@@ -319,6 +319,7 @@ def ask_all(
             "split": split_of(any_part),
             "shots": questions.shots,
             "cut": sum(answer.cut for answer in answers.values()),
+            "whole": sum(answer.whole for answer in answers.values()),
             "version": questions.version,
             "harness": {name: a.values for name, a in answers.items()},
         }

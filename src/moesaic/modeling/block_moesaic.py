@@ -170,8 +170,14 @@ class MoesaicBlock(MoesaicReplacement):
         gate_TR = router.gates_of_all(x_TD)
         return self.view(router, values, gate_TR)
 
-    def chosen(self, x_TD: Tensor) -> Tensor:
+    def planned_share(self) -> float | None:
+        if self.router is None or self.router.chooser != "threshold":
+            return None
+        return self.sizes.num_active / self.sizes.num_routed
+
+    def chosen(self, *inputs: Tensor) -> Tensor:
         """Which routed experts run (T, R)."""
+        x_TD = inputs[0].flatten(0, -2)
         scores_TR = self.router.scores(x_TD)
         return self.router.choose(scores_TR)
 

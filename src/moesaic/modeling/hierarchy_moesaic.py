@@ -138,6 +138,27 @@ class MoesaicHierarchy(MoesaicReplacement):
         whole_E[self.whole] = True
         return whole_E
 
+    def planned_share(self) -> float | None:
+        if self.router is None or self.router.chooser != "threshold":
+            return None
+        return self.sizes.num_active / self.sizes.num_routed
+
+    def chosen(self, *inputs: Tensor) -> Tensor:
+        """Which sub-experts run (P, R), of each outer expert that a token is sent to.
+
+        Without those that stay whole, where nothing is chosen.
+        """
+        x_TD, index_TO, _ = inputs
+        x_PD = x_TD.repeat_interleave(index_TO.shape[1], dim=0)
+        expert_P = index_TO.reshape(-1)
+        whole_E = self._whole_marks(x_TD.device)
+        if whole_E is not None:
+            split_P = ~whole_E[expert_P]
+            x_PD = x_PD[split_P]
+            expert_P = expert_P[split_P]
+        scores_PR = self.router.scores(x_PD, expert_P)
+        return self.router.choose(scores_PR, expert_P)
+
     def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:
         """Of all outer experts, one after the other; those a token is not sent to add 0."""
         if self.experts is None:

@@ -91,11 +91,18 @@ class MoesaicThresholdedLinear(MoesaicReplacement):
             return 0
         return math.ceil(self.dense_start * x.shape[1])
 
+    def planned_share(self) -> float | None:
+        return self.share
+
+    def chosen(self, *inputs: Tensor) -> Tensor:
+        """Which inputs are read (T, I)."""
+        return self._counts(inputs[0]).flatten(0, -2)
+
     def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:
         x = inputs[0]
         norm_I = self.weight.float().norm(dim=0)
         added = x.float().abs() * norm_I
-        return self._counts(x).flatten(0, -2), added.flatten(0, -2)
+        return self.chosen(x), added.flatten(0, -2)
 
     def active_weights(self) -> float:
         return self.share * self.weight.numel()

@@ -170,8 +170,12 @@ class MoesaicNeurons(MoesaicReplacement):
         told_TF = self._told(x_TD)
         return self.router(x_TD, told_TF)
 
-    def chosen(self, x_TD: Tensor) -> Tensor:
+    def planned_share(self) -> float | None:
+        return self.sizes.num_active / self.sizes.num_routed
+
+    def chosen(self, *inputs: Tensor) -> Tensor:
         """Which neurons run (T, F)."""
+        x_TD = inputs[0].flatten(0, -2)
         return self.scores(x_TD) > 0
 
     def units(self, *inputs: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -116,6 +116,17 @@ class MoesaicReplacement(nn.Module):
         """
         return None
 
+    def planned_share(self) -> float | None:
+        """The share of its units that thresholds are to run for a token, on average.
+
+        None where no threshold decides.
+        """
+        return None
+
+    def chosen(self, *inputs: Tensor) -> Tensor:
+        """Which units run for each token (T, U). `inputs` are those of a call."""
+        raise NotImplementedError(f"{type(self).__name__} chooses nothing")
+
     def hidden(self, x_TD: Tensor) -> Tensor | None:
         """Hidden states of all its neurons (T, F), run or not, shared ones first.
 
