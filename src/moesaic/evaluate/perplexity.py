@@ -6,6 +6,10 @@ Perplexity is exp(sum of the token losses / number of predicted tokens). A last,
 window counts if it predicts anything. (Not the mean of per-window means, which weighs a
 short window too much.)
 
+As in the papers compared here, a token that begins texts stands before the text only, not
+before each window. Models that cannot do without it (Gemma is said to be one) get worse
+perplexities than they deserve.
+
 Shape suffixes: B windows of a batch, L tokens, T tokens of a chunk, V vocabulary.
 """
 
