@@ -34,7 +34,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 # Conversion time and memory against a dense forward pass, assignment against lap, and the slow tests,
-# which need make smollm2: some twenty minutes.
+# which need make smollm2: an hour. MOESAIC_AIMS=1 adds the aims of experts: four hours more.
 bench: $(VENV)/installed-dev
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python benchmarks/bench_convert.py

@@ -16,11 +16,14 @@ import moesaic
 from moesaic.cli import main as cli
 from moesaic.errors import MoesaicError
 from moesaic.families.load import load_model
+from moesaic.finetune import estimate
 from moesaic.finetune import recover as recover_module
 from moesaic.finetune import tune_dense as tune_dense_module
+from moesaic.finetune.convert import dry_run
 from moesaic.finetune.train import RecoveryTrainer
 from moesaic.output import draft as drafts
 from moesaic.output.atomic import write_file
+from moesaic.progress import duration
 from tests.families import tiny_model
 from tests.gguf_models import tiny_llama, write_gguf
 from tests.stock_models import dense_model, tokenizer
@@ -415,6 +418,7 @@ def test_the_command_prints_what_each_half_changed(
     code, out, _ = run(*common, 640, "--dry-run")
     assert code == 0
     assert "train on about 640 tokens of it, and write" in out
+    assert "conversion: under a minute to under a minute by method; training: under" in out
     for words in ((0,), (0, "--dry-run"), (640, "--dry-run", "--device", "cpu:0")):
         code, _, err = run(*common, *words)
         assert code == 2
@@ -426,7 +430,26 @@ def test_the_command_prints_what_each_half_changed(
     assert f"nothing to resume in {tmp_path / 'out'}.partial;" in err
     assert "training on 640 tokens in 10 steps: under a minute by a forward pass" in err
     assert "training, windows: 0 of 10" in err
+    assert err.index("conversion: under a minute") < err.index("training on 640 tokens")
     assert "recovered on 640 tokens in" in out
     assert "perplexity: dense " in out
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "--recover 640" in card
+
+
+def test_the_outlook_by_hand(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By counted work, at a made-up speed of one multiply-accumulate a microsecond."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    prepared = dry_run(
+        dense, "moesaic", "S2A3E8", str(text), output=tmp_path / "out", samples=16, device="cpu"
+    )
+    monkeypatch.setattr(estimate, "product_rate", lambda *unused: 1e6)
+    of_a_pass = 2 * prepared.plans[0].dense_macs.total / 1e6
+    calibration = prepared.windows_NL.numel()
+    convert = [duration(passes * calibration * of_a_pass) for passes in (2, 8)]
+    for dense_first, passes in ((False, 4), (True, 7)):
+        train = duration(passes * 6400 * of_a_pass)
+        words = estimate.outlook(prepared, 6400, dense_first)
+        assert f"conversion: {convert[0]} to {convert[1]} by method; training: {train}" in words
+        assert "min" in train and train != "under a minute"

@@ -322,7 +322,11 @@ def _dry_run(
     recover = choices["recover"]
     then = ""
     if recover is not None:
+        from moesaic.finetune.estimate import outlook
+
         then = f", train on about {recover:,} tokens of it,"
+        words = outlook(prepared, recover, choices["tune_dense"])
+        out.print(words, highlight=False)
     out.print(
         f"would profile {tokens} tokens of {source_name(choices['calibration'])} in "
         "each of "

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from rich.console import Console
 from torch import Tensor
 
 from moesaic.calibration.checks import digest_of_tokens
@@ -43,6 +44,7 @@ from moesaic.families.load import (
     load_model,
 )
 from moesaic.finetune.checks import check_options
+from moesaic.finetune.estimate import outlook
 from moesaic.finetune.lora import checkpoint_bytes
 from moesaic.finetune.model_card import recovery_rows
 from moesaic.finetune.options import FinetuneOptions
@@ -79,6 +81,9 @@ def convert_and_recover(
     started = time.perf_counter()
     options = prepared.options
     check_recovery(prepared, tokens, dense_first)
+    if options.progress:
+        words = outlook(prepared, tokens, dense_first)
+        Console(stderr=True).print(words, highlight=False)
     output = options.output
     assert output is not None
     identity = _identity(prepared, tokens) | {"tune_dense": dense_first}
