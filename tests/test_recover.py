@@ -452,4 +452,4 @@ def test_the_outlook_by_hand(dense: Path, tmp_path: Path, monkeypatch: pytest.Mo
         train = duration(passes * 6400 * of_a_pass)
         words = estimate.outlook(prepared, 6400, dense_first)
         assert f"conversion: {convert[0]} to {convert[1]} by method; training: {train}" in words
-        assert "min" in train and train != "under a minute"
+        assert train != "under a minute"
