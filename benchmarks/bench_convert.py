@@ -317,17 +317,21 @@ def smollm2_rows() -> None:
     bench_time(
         name, model, "static-repaired", "S3A3E8", many, rounds=1, depth=depth
     )
-    for settings in ({"layer_budgets": "uniform"}, {}):
-        bench_time(
-            name,
-            model,
-            "moesaic-dynamic",
-            "S1A23E32",
-            many,
-            rounds=1,
-            depth=depth,
-            **settings,
-        )
+    for method, layout in (
+        ("moesaic-dynamic", "S1A23E32"),
+        ("moesaic-neurons", "S0A768E1536"),
+    ):
+        for settings in ({"layer_budgets": "uniform"}, {}):
+            bench_time(
+                name,
+                model,
+                method,
+                layout,
+                many,
+                rounds=1,
+                depth=depth,
+                **settings,
+            )
 
 
 def llama_7b_rows() -> None:
