@@ -454,7 +454,7 @@ def _percent(row: dict[str, Any], sign: str = "") -> str:
 
 
 def _print_lengths(part: dict[str, Any]) -> None:
-    """Says where prompts did not fit the context."""
+    """Says where prompts did not fit the context, and where nothing was skipped."""
     for task, row in part.get("tasks", {}).items():
         if row["cut"]:
             out.print(

@@ -13,6 +13,7 @@ import os
 import resource
 import sys
 from importlib import import_module
+from itertools import product
 
 FAILED = 1
 
@@ -60,8 +61,9 @@ _UNIMPORTABLE = (
     "readline",
 )
 # Functions that make files, or reach other processes, without an event of their own.
+# By the modules that have them: the one in C, and the one that hands them on.
 _WITHOUT_EVENT = {
-    "posix": (
+    ("posix", "os"): (
         "login_tty",
         "mkfifo",
         "mknod",
@@ -73,7 +75,7 @@ _WITHOUT_EVENT = {
         "setpriority",
         "unshare",
     ),
-    "_signal": ("pidfd_send_signal",),
+    ("_signal", "signal"): ("pidfd_send_signal",),
 }
 # Each file that is opened to be written may grow to the limit on a file's size.
 _MOST_WRITTEN = 100
@@ -129,13 +131,11 @@ def set_limits(memory: int, cpu_seconds: int, file_bytes: int) -> None:
 
 def remove_functions() -> None:
     """Takes away what no audit hook could refuse."""
-    for name, functions in _WITHOUT_EVENT.items():
-        in_c = import_module(name)
-        in_python = import_module(name.lstrip("_").replace("posix", "os"))
-        for module in (in_c, in_python):
-            for function in functions:
-                if hasattr(module, function):
-                    delattr(module, function)
+    for names, functions in _WITHOUT_EVENT.items():
+        for name, function in product(names, functions):
+            module = import_module(name)
+            if hasattr(module, function):
+                delattr(module, function)
 
 
 def refuse(event: str, arguments: tuple[object, ...]) -> None:

@@ -30,7 +30,7 @@ TEACHER_PASSES = 1.0
 CONVERSION_PASSES = (2.0, 8.0)
 # A forward pass over the time of its products alone: 1.6 of SmolLM2 on a CPU, 2.2 of demo.
 PASS_OVER_PRODUCTS = 2.0
-TIMED_TOKENS = 2048
+TIMED_TOKENS = 512
 TIMED_ROUNDS = 5
 
 
@@ -70,15 +70,19 @@ def outlook(prepared: Prepared, tokens: int, dense_first: bool) -> str:
     pass_of_a_token = PASS_OVER_PRODUCTS * plan.dense_macs.total / rate
     calibrated = prepared.windows_NL.numel()
     fewest, most = (
-        passes * calibrated * pass_of_a_token for passes in CONVERSION_PASSES
+        duration(passes * calibrated * pass_of_a_token)
+        for passes in CONVERSION_PASSES
     )
+    converted = fewest
+    if most != fewest:
+        converted = f"{fewest} to {most} by method"
     passes = STUDENT_PASSES + TEACHER_PASSES
     if dense_first:
         passes += STUDENT_PASSES
     trained = passes * tokens * pass_of_a_token
     return (
-        f"by this machine's speed in products, conversion: {duration(fewest)} to "
-        f"{duration(most)} by method; training: {duration(trained)}"
+        f"by this machine's speed in products, conversion: {converted}; "
+        f"training: {duration(trained)}"
     )
 
 
