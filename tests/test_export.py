@@ -38,7 +38,7 @@ from moesaic.export.verify import (
     experts_by_kernel,
     forced,
 )
-from moesaic.families.load import load_model, load_tokenizer
+from moesaic.families.load import base_model_of, load_config, load_model, load_tokenizer
 from moesaic.kernels.experts import runs_by_itself
 from moesaic.output.atomic import new_path
 from tests.families import CONTEXT, VOCABULARY, tiny_model, tokens
@@ -297,6 +297,9 @@ torch.save(found, sys.argv[1])
         assert not any(name.endswith(".py") for name in names)
         config = json.loads((tmp_path / format / "config.json").read_text())
         assert "auto_map" not in config
+        base = load_config(folders["llama"]).moesaic.base_model
+        assert config["moesaic_export"] == {"base_model": base}
+        assert base_model_of(load_config(tmp_path / format)) == base
         keys = set(load_file(tmp_path / format / "model.safetensors"))
         assert keys >= {"model.layers.0.mlp.experts.5.up_proj.weight", "lm_head.weight"}
 

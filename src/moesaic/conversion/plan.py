@@ -423,6 +423,7 @@ def our_config(dense_config: Any, moe: MoEConfig) -> Any:
         "architectures",
         "_name_or_path",
         "moesaic_conversion",
+        "moesaic_export",
         "moesaic",
         "base_model_type",
     }

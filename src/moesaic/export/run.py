@@ -286,6 +286,8 @@ def _choose_scales(
 def _build(options: ExportOptions, model: Any, factors: list[float]) -> Any:
     """The stock model, around the converted one's tensors."""
     config = options.target.stock_config(model.config, model.dtype)
+    # eval and bench look for the dense model by it.
+    config.moesaic_export = {"base_model": model.config.moesaic.base_model}
     with init_empty_weights(include_buffers=False):
         stock = AutoModelForCausalLM.from_config(config)
     tensors = options.target.stock_state(model, factors)

@@ -621,10 +621,11 @@ def base_model_of(config: Any) -> str | None:
     """What a configuration calls the model it was made from; None for a dense one."""
     if config.model_type == "moesaic":
         return str(config.moesaic.base_model)
-    provenance = getattr(config, "moesaic_conversion", None)
-    if not isinstance(provenance, dict):
-        return None
-    return str(provenance.get("base_model", ""))
+    for record in ("moesaic_conversion", "moesaic_export"):
+        provenance = getattr(config, record, None)
+        if isinstance(provenance, dict):
+            return str(provenance.get("base_model", ""))
+    return None
 
 
 def dense_of(model: str | Path, config: Any) -> str | None:
