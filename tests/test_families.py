@@ -347,6 +347,16 @@ def test_encoder_decoders_are_refused() -> None:
         make_plan(BartConfig(), "bart", load_method("cmoe"), make_budget("S3A3E8"))
 
 
+def test_an_ffn_without_neurons_is_refused() -> None:
+    model = tiny_model("llama")
+    mlp = model.model.layers[1].mlp
+    for name in ("gate_proj", "up_proj"):
+        weight = getattr(mlp, name).weight
+        weight.data = weight.data[:0]
+    with pytest.raises(moesaic.MoesaicError, match=r"the FFN of layer 1 holds no neurons"):
+        find_ffns(model)
+
+
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_familiar_names_with_another_formula_are_refused(layer: int) -> None:
     model = tiny_model("llama")

@@ -273,8 +273,13 @@ def _check_layer(ffns: FFNs, layer: int) -> None:
         )
     first = ffns.read(0).up_FD
     weight = ffns.read(layer).up_FD
+    neurons = len(weight)
+    if neurons == 0:
+        raise MoesaicError(
+            f"{ffns.name}: the FFN of layer {layer} holds no neurons; mend what "
+            "config.json says of its width"
+        )
     if weight.shape != first.shape:
-        neurons = len(weight)
         first_neurons = len(first)
         raise MoesaicError(
             f"{ffns.name}: layer {layer} has an FFN of {neurons} neurons, layer 0 one "
