@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -302,6 +303,15 @@ torch.save(found, sys.argv[1])
         assert base_model_of(load_config(tmp_path / format)) == base
         keys = set(load_file(tmp_path / format / "model.safetensors"))
         assert keys >= {"model.layers.0.mlp.experts.5.up_proj.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize(("pad", "eos"), [(-1, []), (10**6, [2, 3]), (None, None)])
+def test_special_tokens_that_no_vocabulary_holds_are_none(pad: Any, eos: Any) -> None:
+    """Old configurations say -1 for no padding, which GGUF has no number for."""
+    config = SimpleNamespace(bos_token_id=1, eos_token_id=eos, pad_token_id=pad, vocab_size=96)
+    names = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"))
+    tokens = gguf_file._special_tokens(SimpleNamespace(**names), config)
+    assert tokens == {"bos": 1, "eos": eos[0] if eos else None, "pad": None, "unk": None}
 
 
 # --- the scale of the scores -------------------------------------------------------------------
@@ -743,8 +753,11 @@ def test_the_command_exports_explains_and_verifies(
                 tmp_path / "new" / "report.json") == 2  # fmt: skip
     assert not inside.exists()
     assert not (tmp_path / "new").exists()
-    assert call(folder, "--explain", "--output", tmp_path / "new") == 2
-    assert "--output does not go with --explain" in capsys.readouterr().err
+    for option, value in (("--output", tmp_path / "new"), ("--epsilon", "1"), ("--dtype", "q8_0")):
+        assert call(folder, "--explain", option, value) == 2
+        assert f"{option} does not go with --explain" in capsys.readouterr().err
+    assert call(out, "--explain") == 2
+    assert "there is nothing to export" in capsys.readouterr().err
     assert call(folder, "--explain", "--json", report) == 0
     assert json.loads(report.read_text())["qwen2_moe"] == []
 

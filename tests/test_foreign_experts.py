@@ -528,6 +528,18 @@ def test_a_model_that_routes_by_token_knows_its_ids(name: str, tmp_path: Path) -
             one(inputs_embeds=one.get_input_embeddings()(prompt))
 
 
+def test_a_copy_and_a_resized_model_read_their_own_embedding() -> None:
+    model = converted("read-me")
+    expected = logits(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(-1)
+    torch.testing.assert_close(logits(other), expected)
+    other.resize_token_embeddings(100)
+    assert torch.equal(logits(other)[..., :96], expected)
+    logits(other, torch.tensor([[99, 98, 97]]))
+
+
 def test_a_decoder_inside_the_base_model_tells_its_ids(tmp_path: Path) -> None:
     model = converted("moebert", "opt", output=tmp_path / "out")
     found = logits(model, IDS[:1, :8])

@@ -109,6 +109,19 @@ def test_rows_are_gathered_anew_where_weights_have_changed() -> None:
     torch.testing.assert_close(block(token), of_neurons(block, token, chosen), rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_hooks_are_called_where_rows_would_be_gathered() -> None:
+    block = block_of(active=6, prompt=0)
+    x = torch.randn(1, 5, 8)
+    block(x)
+    expected = block(x[:, :1])
+    called = []
+    handle = block.up_proj.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(block(x[:, :1]), expected)
+    assert called
+    handle.remove()
+
+
 def test_gradients_are_those_of_the_masked_ffn() -> None:
     block = block_of(active=6, prompt=4)
     x_BLD = torch.randn(1, 9, 8)

@@ -193,6 +193,39 @@ def test_weights_that_transformers_would_leave_out_are_refused(tmp_path: Path) -
         load_model(path)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "what"),
+    [
+        ({"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4},
+         r"rope scaling \(linear, factor 4\)"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 8},
+         r"rope scaling \(yarn, factor 8\)"),
+        ({"llama__rope__scale_linear": 2}, r"rope scaling \(linear, factor 2\)"),
+        ({"llama__attention__sliding_window": 16}, "sliding window of 16 tokens"),
+    ],
+)  # fmt: skip
+def test_attention_that_transformers_leaves_out_of_a_gguf_is_refused(
+    metadata: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    """Else another model would be converted, and measured as the dense one."""
+    path = write_gguf(tmp_path / "stretched.gguf", tiny_llama(), **metadata)
+    with pytest.raises(MoesaicError, match=f"leaves out its {what}"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 4},
+        {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 1},
+        {"llama__attention__sliding_window": 64},  # as long as the context
+    ],
+)
+def test_attention_as_usual_is_taken_from_a_gguf(metadata: dict[str, Any], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "usual.gguf", tiny_llama(), **metadata)
+    assert load_config(path).model_type == "llama"
+
+
 def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import silu
+from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.modeling import MoesaicBlock, MoesaicConfig, block_moesaic, config_class_for
+from moesaic.modeling import MoesaicBlock, MoesaicConfig, block_moesaic, can_group, config_class_for
+from moesaic.modeling.projections_moesaic import MoesaicPairProjection
 from tests import reference
 from tests.families import CONTEXT, tiny_model, tokens
 
@@ -163,6 +166,37 @@ def test_padding_neurons_are_zero_and_do_nothing() -> None:
         assert part[:, 6:].abs().max() == 0
         assert part[:, :6].abs().sum(-1).min() > 0
     assert block.experts.down_proj[:, :, 6:].abs().max() == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_block_without_a_conversion_fills_up_with_zeros_too(family: str) -> None:
+    """Else ways that leave the filling out, and train it not, compute something else."""
+    config = moesaic.convert(tiny_model(family), "cmoe", "S3A3E8", tokens(2, CONTEXT))[0].config
+    model = AutoModelForCausalLM.from_config(config)
+    experts = model.base_model.get_submodule(config.moesaic.replacement_path(0)).experts
+    rows = experts.first_matrix.unflatten(1, (-1, 8))
+    assert rows[:, :, 6:].abs().max() == 0
+    assert rows[:, :, :6].abs().sum(-1).min() > 0
+    assert experts.down_proj[:, :, 6:].abs().max() == 0
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_exact_scores_are_exact_under_autocast_too(implementation: str) -> None:
+    """In bfloat16 close experts would change places."""
+    projection: Any = MoesaicPairProjection(3, 16, 5, bias=False, exact=True)
+    projection.config = SimpleNamespace(_experts_implementation=implementation)
+    x_PI = torch.randn(7, 16)
+    expert_P = torch.tensor([2, 0, 1, 1, 2, 0, 0])
+    expected = projection(x_PI, expert_P)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = projection(x_PI, expert_P)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+
+def test_double_precision_has_no_grouped_product() -> None:
+    assert can_group(torch.zeros(2, 8))
+    assert not can_group(torch.zeros(2, 8, dtype=torch.float64))
 
 
 def test_any_leading_shape() -> None:

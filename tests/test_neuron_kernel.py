@@ -165,6 +165,25 @@ def test_who_is_turned_away() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["copies", "gates", "gates-alone"])
+def test_without_the_kernel_hooks_and_autocast_hold_for_a_token(kind: str) -> None:
+    """Pairs multiply with the weights themselves, past hooks and in one dtype."""
+    neurons: Any = neurons_of(64, 100, kind)
+    x_TD = inputs_of(neurons, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        all_rows = neurons._part_by_part(x_TD)[:2]
+        found = neurons._part_by_part(x_TD[:2])
+    torch.testing.assert_close(found, all_rows)
+    x_TD = x_TD[:2]
+    expected = neurons._part_by_part(x_TD)
+    called = []
+    handle = neurons.up_proj.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(neurons._part_by_part(x_TD), expected, rtol=1e-4, atol=1e-5)
+    assert called
+    handle.remove()
+
+
+@torch.no_grad()
 def test_inputs_of_another_width_are_turned_away() -> None:
     """Before anything is read, also where the same neurons ran before."""
     wide: Any = neurons_of(576, 64)

@@ -231,6 +231,45 @@ def test_what_was_replaced_goes_if_a_run_is_killed_before_it_does(tmp_path: Path
     assert output.is_dir()
 
 
+def test_what_is_half_deleted_never_gets_its_name_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is killed while what it replaced goes; then its output is taken elsewhere."""
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text('{"model_type": "moesaic"}')
+    remove = drafts.shutil.rmtree
+
+    def killed(path: Path, *args: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    with drafts.open_draft(output, {}, resume=False) as draft:
+        (draft / "model" / "config.json").write_text("{}")
+        monkeypatch.setattr(drafts.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            drafts.take_name(draft, output, overwrite=True)
+    monkeypatch.setattr(drafts.shutil, "rmtree", remove)
+    output.rename(tmp_path / "elsewhere")
+    drafts.check_output(output, overwrite=False, resume=False)
+    with drafts.open_draft(output, {}, resume=False):
+        assert not output.exists()
+
+
+def test_what_a_killed_run_put_aside_is_asked_for_before_it_is_replaced(tmp_path: Path) -> None:
+    """It gets its name back when the next run begins, and is in the way like any output."""
+    output = tmp_path / "out"
+    draft = drafts.draft_folder(output)
+    for folder in ("old", "model"):
+        (draft / folder).mkdir(parents=True)
+        (draft / folder / "config.json").write_text('{"model_type": "moesaic"}')
+    (draft / "draft.json").write_text("{}")
+    with pytest.raises(
+        moesaic.MoesaicError, match=r"old exists; choose another or pass --overwrite"
+    ):
+        drafts.check_output(output, overwrite=False, resume=True)
+    drafts.check_output(output, overwrite=True, resume=True)
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [
@@ -376,7 +415,7 @@ def test_a_draft_half_removed_is_still_known_as_ours(
 
 
 def test_a_card_by_hand() -> None:
-    front = front_matter("mit", "meta-llama/Llama-2-7b")
+    front = front_matter({"license": "mit"}, "meta-llama/Llama-2-7b")
     card = build_card(front, "A title", "What it is.", [("Text", "a|b")], ["Use:", code("x\n\ny")])
     table = "| | |\n|---|---|\n| Text | a\\|b |"
     body = f"# A title\n\nWhat it is.\n\n{table}\n\nUse:\n\n    x\n\n    y\n"
@@ -411,7 +450,7 @@ def test_fine_tuning_calls_a_mixture_only_what_routes(routed: bool) -> None:
     loads = [{"layer": 0, "load": [0.5, 0.5]}] if routed else []
     settings = {"samples": 1, "sequence_length": 8, "epochs": 1, "rank": 8, "alpha": 8.0}
     report = FinetuneReport("m", "text", None, settings, {}, True, None, loads_before=loads)
-    card = finetune_card(report, None, None)
+    card = finetune_card(report, {}, None)
     assert ("mixture-of-experts" in card) == routed
     assert ("A mixture of experts made" in card) == routed
 
@@ -429,7 +468,7 @@ def test_a_file_of_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         return str(card)
 
     monkeypatch.setattr(load_module, "hf_hub_download", download)
-    assert licence_of(file_beside("some/model", "README.md")) == "mit"
+    assert licence_of(file_beside("some/model", "README.md")) == {"license": "mit"}
     assert file_beside("some/model", "moesaic_report.json") is None
     assert asked == [("some/model", "README.md"), ("some/model", "moesaic_report.json")]
     monkeypatch.undo()  # tests have no network
@@ -441,23 +480,29 @@ def test_a_file_of_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("card", "licence"),
     [
-        ("---\nlicense: mit\n---\n# x", "mit"),
-        ("---\nlicense: mit\ntags: 5\nmodel-index: 7\n---\n# x", "mit"),
-        ("---\nlicense:\n---\n", None),
-        ("# no front matter", None),
-        ("---\nlicense: mit", None),
-        ("---\n- license\n---\n", None),
-        ("---\nlicense: [mit\n---\n", None),
+        ("---\nlicense: mit\n---\n# x", {"license": "mit"}),
+        ("---\nlicense: mit\ntags: 5\nmodel-index: 7\n---\n# x", {"license": "mit"}),
+        (
+            "---\nlicense: other\nlicense_name: tongyi-qianwen\nlicense_link: https://x.y\n---\n",
+            {"license": "other", "license_name": "tongyi-qianwen", "license_link": "https://x.y"},
+        ),
+        ("---\nlicense:\n---\n", {}),
+        ("# no front matter", {}),
+        ("---\nlicense: mit", {}),
+        ("---\n- license\n---\n", {}),
+        ("---\nlicense: [mit\n---\n", {}),
     ],
 )
 def test_the_licence_of_whole_and_broken_cards(
-    card: str, licence: str | None, tmp_path: Path
+    card: str, licence: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "README.md").write_text(card)
     assert licence_of(tmp_path / "README.md") == licence
+    front = front_matter(licence).to_dict()
+    assert {key: front[key] for key in licence} == licence
 
 
 def test_no_card_or_no_text_is_no_licence(tmp_path: Path) -> None:
-    assert licence_of(tmp_path / "README.md") is None
+    assert licence_of(tmp_path / "README.md") == {}
     (tmp_path / "README.md").write_bytes(b"\xff\xfe---")
-    assert licence_of(tmp_path / "README.md") is None
+    assert licence_of(tmp_path / "README.md") == {}

@@ -80,7 +80,7 @@ def test_the_folder_is_the_model_of_the_file(wheels: Path, tmp_path: Path) -> No
     assert (
         load_tokenizer(folder).decode(load_tokenizer(folder)("the hat")["input_ids"]) == "the hat"
     )
-    assert licence_of(folder / "README.md") == "apache-2.0"
+    assert licence_of(folder / "README.md") == {"license": "apache-2.0"}
     assert all("smollm2-" not in path.read_text() for path in folder.glob("*.json"))
     assert list(folder.parent.iterdir()) == [folder]
     before = (folder / "model.safetensors").stat()

@@ -85,7 +85,13 @@ def export_command(
     """
     check_json_file(json_file)
     if why:
-        written = {"--format": format, "--output": output, "--verify": verify}
+        written = {
+            "--format": format,
+            "--output": output,
+            "--verify": verify,
+            "--epsilon": None if epsilon == "auto" else epsilon,
+            "--dtype": None if dtype == "auto" else dtype,
+        }
         for option, value in written.items():
             if value is not None:
                 raise MoesaicError(

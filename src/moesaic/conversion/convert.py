@@ -63,7 +63,7 @@ from moesaic.families.load import (
 from moesaic.memory import gathered, is_spread
 from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
-from moesaic.output.model_card import CARD_FILE, licence_of
+from moesaic.output.model_card import CARD_FILE, Licence, licence_of
 from moesaic.parts.products import widened_products
 from moesaic.progress import step_log
 
@@ -380,7 +380,7 @@ class _Conversion:
 
     def _files(self) -> dict[str, str]:
         """Card and report, by their names."""
-        licence = None
+        licence: Licence = {}
         if not self.options.in_memory:
             licence = licence_of(file_beside(self.options.model, CARD_FILE))
         command = self.options.command or python_call(

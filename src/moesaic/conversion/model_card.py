@@ -8,7 +8,14 @@ from pathlib import Path
 from moesaic.conversion.report import ConversionReport
 from moesaic.methods.contents import METHODS
 from moesaic.modeling import MoEConfig
-from moesaic.output.model_card import Row, build_card, code, front_matter
+from moesaic.output.model_card import (
+    Licence,
+    Row,
+    build_card,
+    code,
+    front_matter,
+    licence_row,
+)
 
 _STOCK_USE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +28,7 @@ _OUR_WAY = "Use, with moesaic installed (or with `trust_remote_code=True` and no
 def model_card(
     report: ConversionReport,
     moe: MoEConfig,
-    licence: str | None,
+    licence: Licence,
     command: str,
     recovery: Sequence[Row] = (),
 ) -> str:
@@ -105,7 +112,7 @@ def _method(name: str) -> str:
 
 
 def _rows(
-    report: ConversionReport, moe: MoEConfig, licence: str | None
+    report: ConversionReport, moe: MoEConfig, licence: Licence
 ) -> list[Row]:
     method = moe.method
     base = moe.base_model
@@ -121,7 +128,7 @@ def _rows(
     versions = [f"{name} {version}" for name, version in moe.versions.items()]
     return [
         ("Base model", base),
-        ("Licence", licence or "as the base model's"),
+        licence_row(licence),
         ("Method", f"`{method['name']}`: {method['about']}"),
         ("Layout", f"{report.layout}: {report.shape}"),
         ("Active FFN neurons", f"{report.active_ffn_fraction:.1%} per token"),

@@ -206,10 +206,13 @@ def _model_name(path: Path) -> str:
 
 
 def _special_tokens(tokenizer: Any, config: Any) -> dict[str, int | None]:
-    """The tokenizer's special tokens, or the configuration's where it names none."""
+    """The tokenizer's special tokens, or the configuration's where it names none.
+
+    Old configurations say -1 for none.
+    """
     eos = config.eos_token_id
     if isinstance(eos, list):
-        eos = eos[0]
+        eos = eos[0] if eos else None
     of_config = {
         "bos": config.bos_token_id,
         "eos": eos,
@@ -219,7 +222,10 @@ def _special_tokens(tokenizer: Any, config: Any) -> dict[str, int | None]:
     tokens: dict[str, int | None] = {}
     for name, index in of_config.items():
         of_tokenizer = getattr(tokenizer, f"{name}_token_id")
-        tokens[name] = index if of_tokenizer is None else of_tokenizer
+        token = index if of_tokenizer is None else of_tokenizer
+        if token is not None and not 0 <= token < config.vocab_size:
+            token = None
+        tokens[name] = token
     return tokens
 
 

@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.modeling import MoEConfig
-from moesaic.output.model_card import Row, build_card, front_matter
+from moesaic.output.model_card import (
+    Licence,
+    Row,
+    build_card,
+    front_matter,
+    licence_row,
+)
 
 
-def export_card(report: Any, config: Any, licence: str | None) -> str:
+def export_card(report: Any, config: Any, licence: Licence) -> str:
     """README.md of an exported model."""
     moe: MoEConfig = config.moesaic
     base = moe.base_model
@@ -29,7 +35,7 @@ def export_card(report: Any, config: Any, licence: str | None) -> str:
     )
     rows: list[Row] = [
         ("Base model", base),
-        ("Licence", licence or "as the base model's"),
+        licence_row(licence),
         ("Architecture", f"{report.architecture}, without code of its own"),
         ("Layout", layout),
         ("Method", f"`{method}`: {about}"),

@@ -28,7 +28,11 @@ _IN_TRANSFORMERS = (
 
 def check_converted_model(config: Any, name: str) -> None:
     """Raises MoesaicError for what moesaic has not converted."""
-    if getattr(config, "moesaic_conversion", None):
+    is_stock = any(
+        getattr(config, record, None)
+        for record in ("moesaic_conversion", "moesaic_export")
+    )
+    if is_stock:
         raise MoesaicError(
             f"{name} is a {config.model_type} model as it is, which other engines load by "
             "themselves; there is nothing to export"

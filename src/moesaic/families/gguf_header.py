@@ -93,6 +93,34 @@ class GgufHeader:
         """
         return _FLOATS.get(self.kind, torch.bfloat16)
 
+    @property
+    def context_scaling(self) -> str | None:
+        """How positions are stretched, such as "linear, factor 4"; None where they are not.
+
+        As llama.cpp reads it: linear where a factor comes without a name.
+        """
+        kind = self._of_model("rope.scaling.type") or "linear"
+        factor = self._of_model("rope.scaling.factor")
+        if factor is None:
+            factor = self._of_model("rope.scale_linear")
+        if kind == "none" or factor in (None, 0, 1):
+            return None
+        return f"{kind}, factor {factor:g}"
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that attention looks back, where those are fewer than the context."""
+        window = self._of_model("attention.sliding_window")
+        context = self._of_model("context_length")
+        if not window or (context is not None and window >= context):
+            return None
+        return int(window)
+
+    def _of_model(self, key: str) -> Any:
+        """A value of the model's architecture; None where the file does not say it."""
+        architecture = self.metadata.get("general.architecture")
+        return self.metadata.get(f"{architecture}.{key}")
+
     def weights(self, without: str | None = None) -> int:
         """Numbers in all tensors, or in all but one."""
         total = 0

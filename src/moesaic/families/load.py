@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.demo import demo_path
 from moesaic.errors import MoesaicError, first_line, reason_of, unknown
-from moesaic.families.gguf_header import read_header
+from moesaic.families.gguf_header import GgufHeader, read_header
 from moesaic.modeling import ConfigError, MoEConfig
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -206,7 +206,9 @@ def load_config(
         raise _cannot_load(model, error) from error
     if is_gguf(Path(where)):
         _clear_gguf_marks(config, where)
-        config.dtype = read_header(Path(where)).dtype
+        header = read_header(Path(where))
+        _check_gguf_attention(config, header, where)
+        config.dtype = header.dtype
     if dtype != "auto":
         config.dtype = choose_dtype(dtype)
     if getattr(config, "transformers_weights", None) is not None:
@@ -217,6 +219,30 @@ def load_config(
     if config.model_type == "moesaic":
         check_converted(config, str(model))
     return config
+
+
+def _check_gguf_attention(config: Any, header: GgufHeader, where: str) -> None:
+    """Raises MoesaicError where transformers leaves out what attention needs to know.
+
+    It would then compute another model than llama.cpp does, on long texts or on all.
+    """
+    left_out = None
+    rope = config.rope_parameters
+    types = [rope.get("rope_type")]
+    types += [
+        one["rope_type"] for one in rope.values() if isinstance(one, dict)
+    ]
+    known = all(kind in (None, "default") for kind in types)
+    if header.context_scaling is not None and known:
+        left_out = f"its rope scaling ({header.context_scaling})"
+    window = header.sliding_window
+    if window is not None and getattr(config, "sliding_window", None) is None:
+        left_out = f"its sliding window of {window} tokens"
+    if left_out is not None:
+        raise MoesaicError(
+            f"{where}: transformers leaves out {left_out} when it reads a GGUF, and would "
+            "compute another model; give the model in safetensors, by hub id or folder"
+        )
 
 
 @contextmanager

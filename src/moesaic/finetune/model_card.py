@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from moesaic.finetune.report import FinetuneReport
-from moesaic.output.model_card import Row, build_card, code, front_matter
+from moesaic.output.model_card import (
+    Licence,
+    Row,
+    build_card,
+    code,
+    front_matter,
+)
 
 
 def finetune_card(
-    report: FinetuneReport, licence: str | None, command: str | None
+    report: FinetuneReport, licence: Licence, command: str | None
 ) -> str:
     """README.md of a fine-tuned model or adapter."""
     library = "transformers" if report.merged else "peft"

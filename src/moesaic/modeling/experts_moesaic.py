@@ -49,6 +49,16 @@ class _SeamExperts(nn.Module):
         if block.bias:
             first_bias = random_parameter(count, rows)
             self.register_parameter(f"{name}_bias", first_bias)
+        self._clear_filling(name, size)
+
+    @torch.no_grad()
+    def _clear_filling(self, first_name: str, size: int) -> None:
+        """Zeros in place of the random neurons that fill experts up to their stored size."""
+        self.down_proj[:, :, self.neurons :] = 0
+        for name in (first_name, f"{first_name}_bias"):
+            rows = getattr(self, name, None)
+            if rows is not None:  # gate and up, or up alone, each of that size
+                rows.unflatten(1, (-1, size))[:, :, self.neurons :] = 0
 
     @property
     def down_proj_bias(self) -> Tensor:

@@ -18,7 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from .moe_config_moesaic import BlockConfig, Sizes
 from .neuron_routers_moesaic import new_neuron_router
 from .projections_moesaic import ALONE
-from .replacement_moesaic import MoesaicReplacement, own_kernels
+from .replacement_moesaic import (
+    MoesaicReplacement,
+    are_hooked,
+    own_kernels,
+)
 
 FEW_TOKENS = 2  # up to which pairs are computed one by one on a CPU
 MOST_CHOSEN = 4  # tokens at once; more of them read nearly all rows together
@@ -216,14 +220,18 @@ class MoesaicNeurons(MoesaicReplacement):
     def _pairs_pay(self, x_TD: Tensor) -> bool:
         """Whether pair by pair is faster and can be done.
 
-        Never while training, compiling or exporting, nor with modules that are wrapped
-        or whose weights are elsewhere until they are called.
+        Never while training, compiling or exporting, under autocast, nor with modules
+        that are wrapped, hooked, or whose weights are elsewhere until they are called.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             return False
+        if torch.is_autocast_enabled(x_TD.device.type):
+            return False
         if type(self.down_proj) is not Conv1D:
+            return False
+        if are_hooked(self.gate_proj, self.up_proj, self.down_proj):
             return False
         if x_TD.device.type != "cpu" or x_TD.dtype != torch.float32:
             return False

@@ -56,9 +56,9 @@ class MoesaicProjection(nn.Module):
 def can_group(rows: Tensor) -> bool:
     """Whether torch has a grouped product for these rows.
 
-    They must be of whole 16 bytes, and on no old GPU.
+    They must be of whole 16 bytes, in no double precision, and on no old GPU.
     """
-    if not hasattr(nn.functional, "grouped_mm"):
+    if not hasattr(nn.functional, "grouped_mm") or rows.dtype == torch.float64:
         return False
     row_bytes = rows.shape[1] * rows.element_size()
     if row_bytes % 16:
@@ -94,7 +94,13 @@ class MoesaicPairProjection(nn.Module):
             self.bias = nn.Parameter(zeros_ER)
 
     def forward(self, x_PI: Tensor, expert_P: Tensor) -> Tensor:
-        """(P, outputs), in float32 where exact."""
+        """(P, outputs), in float32 where exact, under autocast too."""
+        if not self.exact:
+            return self._products(x_PI, expert_P)
+        with maybe_autocast(x_PI.device.type, enabled=False):
+            return self._products(x_PI, expert_P)
+
+    def _products(self, x_PI: Tensor, expert_P: Tensor) -> Tensor:
         weight_ERI = self.weight.float() if self.exact else self.weight
         filling = padded(self.inputs) - self.inputs
         x_PI = x_PI.to(weight_ERI.dtype)

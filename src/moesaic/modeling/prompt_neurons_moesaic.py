@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 
 from .moe_config_moesaic import BlockConfig, Sizes
-from .replacement_moesaic import MoesaicReplacement
+from .replacement_moesaic import MoesaicReplacement, are_hooked
 
 
 class MoesaicPromptNeurons(MoesaicReplacement):
@@ -24,7 +24,8 @@ class MoesaicPromptNeurons(MoesaicReplacement):
     them) are the prompt. A call with one token goes on with the neurons of the last
     sequence; it runs all of them where there was none of as many sequences. Each
     sequence has its own neurons. For one sequence their rows are gathered once, else
-    all are computed, under a mask. The choice is not saved.
+    all are computed, under a mask. The choice is not saved. It is the model's, so one
+    thread at a time may run it.
     """
 
     def __init__(self, block: BlockConfig, sizes: Sizes):
@@ -93,10 +94,12 @@ class MoesaicPromptNeurons(MoesaicReplacement):
         return self.down_proj(h_BLF * mask_BF[:, None])
 
     def _can_gather(self) -> bool:
-        """Not while weights may change, nor of modules that are wrapped."""
+        """Not while weights may change, nor of modules that are wrapped or hooked."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         projections = (self.gate_proj, self.up_proj, self.down_proj)
+        if are_hooked(*projections):
+            return False
         return all(
             type(projection) is nn.Linear and not projection.weight.is_meta
             for projection in projections

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .token_ids_moesaic import token_ids_of
@@ -31,6 +32,17 @@ def own_kernels(config: Any = None) -> Any:
     if config is not None and config._experts_implementation == OWN_KERNELS:
         return own
     return own if getattr(own, "by_itself", False) else None
+
+
+def are_hooked(*modules: nn.Module | None) -> bool:
+    """Whether hooks wait for calls of these, which products with their weights leave out."""
+    if _has_any_global_hook():
+        return True
+    return any(
+        module._forward_hooks or module._forward_pre_hooks
+        for module in modules
+        if module is not None
+    )
 
 
 # Makes the gates that count (T, R) of a router, the selection values (T, R), which are

@@ -227,7 +227,9 @@ class MoesaicNeuronCopyRouter(MoesaicRouter):
 
     def scores(self, x_TD: Tensor, expert_T: Tensor | None = None) -> Tensor:
         dtype = self.up_proj.weight.dtype  # float32 while it is trained
-        x_TD = x_TD.to(dtype)
+        # Quantised weights are stored in what inputs are not.
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            x_TD = x_TD.to(dtype)
         up_TR = _apply(self.up_proj, x_TD, expert_T)
         if self.gate_proj is None:
             scores_TR = self.act_fn(up_TR)

@@ -17,7 +17,8 @@ class TokenIds:
     """`current` are the ids (T,) of the tokens in hand; None where none are known.
 
     A forward pre-hook of the base model: whatever the model is called with is in hand
-    until it is called again. Calibration, which runs layers one by one, sets them.
+    until it is called again, so one thread at a time may run it. Calibration, which runs
+    layers one by one, sets them. `table` is the embedding of the model that was called.
     """
 
     def __init__(self, table: nn.Module | None = None):
@@ -27,6 +28,8 @@ class TokenIds:
     def __call__(self, model: Any, args: Any, kwargs: Any) -> None:
         ids = args[0] if args else kwargs.get("input_ids")
         self.current = None if ids is None else ids.reshape(-1)
+        # Resized, or in a copy of the model, it is another one than at the start.
+        self.table = model.get_input_embeddings()
 
     def __deepcopy__(self, memo: Any) -> TokenIds:
         # A router's trained copy reads what the model writes.

@@ -76,7 +76,8 @@ _NAMED = 3  # of the other files, in an error
 _DRAFT = "draft.json"
 _NAMES = "names.json"
 _MODEL = "model"
-_OLD = "old"
+_OLD = "old"  # what was replaced, whole
+_GONE = "gone"  # the same while it is deleted
 
 State = dict[str, Tensor]
 
@@ -94,8 +95,11 @@ def check_output(output: Path, overwrite: bool, resume: bool) -> None:
         raise MoesaicError(f"output {output} exists; choose another")
     _check_draft(draft_folder(output), overwrite or resume)
     check_parent(output)
-    if os.path.lexists(output):
-        _check_replaceable(output, overwrite)
+    # What a killed run had put aside, and not yet replaced, gets its name back.
+    aside = draft_folder(output) / _OLD
+    there = output if os.path.lexists(output) else aside
+    if os.path.lexists(there):
+        _check_replaceable(there, overwrite)
 
 
 def check_space(output: Path, needed: int, files: str = f"{_MODEL}/*") -> None:
@@ -470,6 +474,8 @@ def take_name(
         output.rename(old)
     folder.rename(output)
     sync(output.parent)
+    if old.exists():
+        old.rename(draft / _GONE)
     _remove_draft(draft)
 
 

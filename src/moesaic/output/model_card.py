@@ -13,10 +13,13 @@ TAG = "moesaic"
 MIXTURE_TAG = "mixture-of-experts"
 
 Row = tuple[str, str]  # of the card's table: a name and its value
+# A card's license, and license_name and license_link where that is "other".
+Licence = dict[str, str]
+_LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def front_matter(
-    licence: str | None,
+    licence: Licence,
     base_model: str | None = None,
     library: str = "transformers",
     routed: bool = True,
@@ -31,7 +34,9 @@ def front_matter(
     return ModelCardData(
         library_name=library,
         pipeline_tag="text-generation",
-        license=licence,
+        license=licence.get("license"),
+        license_name=licence.get("license_name"),
+        license_link=licence.get("license_link"),
         base_model=base_model,
         tags=tags,
     )
@@ -59,17 +64,27 @@ def code(text: str) -> str:
     return "\n".join(indented)
 
 
-def licence_of(card: Path | None) -> str | None:
-    """The licence that a model's own card states. None without a card that can be read."""
+def licence_of(card: Path | None) -> Licence:
+    """The licence that a model's own card states. Empty without a card that can be read."""
     if card is None:
-        return None
+        return {}
     try:
         front = metadata_load(card)
     except (OSError, ValueError, yaml.YAMLError):
-        return None
+        return {}
     if not front or front.get("license") is None:
-        return None
-    return str(front["license"])
+        return {}
+    return {
+        key: str(front[key])
+        for key in _LICENCE_KEYS
+        if front.get(key) is not None
+    }
+
+
+def licence_row(licence: Licence) -> Row:
+    """What the table says of it."""
+    known = licence.get("license_name") or licence.get("license")
+    return "Licence", known or "as the base model's"
 
 
 def _table(rows: Sequence[Row]) -> str:
