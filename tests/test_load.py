@@ -13,13 +13,15 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import moesaic
 from moesaic.cli.main import main
 from moesaic.conversion.plan import public_name
 from moesaic.errors import MoesaicError
+from moesaic.families.gguf_header import read_header
 from moesaic.families.load import (
+    _check_gguf_attention,
     dense_of,
     load_config,
     load_model,
@@ -224,6 +226,20 @@ def test_attention_that_transformers_leaves_out_of_a_gguf_is_refused(
 def test_attention_as_usual_is_taken_from_a_gguf(metadata: dict[str, Any], tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "usual.gguf", tiny_llama(), **metadata)
     assert load_config(path).model_type == "llama"
+
+
+def test_families_without_one_rotary_embedding_have_their_gguf_checked_too(tmp_path: Path) -> None:
+    """GPT-2 has learned positions, Gemma-3 one embedding for each kind of layer."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_llama(), llama__rope__scaling__factor=4)
+    header = read_header(path)
+    gemma = {"full_attention": {"rope_type": "default"}, "sliding_attention": {}}
+    for config in (GPT2Config(), SimpleNamespace(rope_parameters=gemma)):
+        with pytest.raises(MoesaicError, match="leaves out its rope scaling"):
+            _check_gguf_attention(config, header, "m.gguf")
+    gemma["full_attention"] = {"rope_type": "linear"}
+    _check_gguf_attention(SimpleNamespace(rope_parameters=gemma), header, "m.gguf")
+    usual = read_header(write_gguf(tmp_path / "usual.gguf", tiny_llama()))
+    _check_gguf_attention(GPT2Config(), usual, "usual.gguf")
 
 
 def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:

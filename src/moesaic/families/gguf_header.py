@@ -105,16 +105,15 @@ class GgufHeader:
             factor = self._of_model("rope.scale_linear")
         if kind == "none" or factor in (None, 0, 1):
             return None
-        return f"{kind}, factor {factor:g}"
+        return f"{kind}, factor {factor}"
 
     @property
     def sliding_window(self) -> int | None:
         """Tokens that attention looks back, where those are fewer than the context."""
         window = self._of_model("attention.sliding_window")
         context = self._of_model("context_length")
-        if not window or (context is not None and window >= context):
-            return None
-        return int(window)
+        numbers = isinstance(window, int) and isinstance(context, int)
+        return window if numbers and 0 < window < context else None
 
     def _of_model(self, key: str) -> Any:
         """A value of the model's architecture; None where the file does not say it."""

@@ -227,16 +227,16 @@ def _check_gguf_attention(config: Any, header: GgufHeader, where: str) -> None:
     It would then compute another model than llama.cpp does, on long texts or on all.
     """
     left_out = None
-    rope = config.rope_parameters
-    types = [rope.get("rope_type")]
-    types += [
-        one["rope_type"] for one in rope.values() if isinstance(one, dict)
-    ]
-    known = all(kind in (None, "default") for kind in types)
-    if header.context_scaling is not None and known:
+    # Learned positions have none; some families have one for each kind of layer.
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [one for one in rope.values() if isinstance(one, dict)] or [rope]
+    is_scaled = any(
+        one.get("rope_type", "default") != "default" for one in ropes
+    )
+    if header.context_scaling is not None and not is_scaled:
         left_out = f"its rope scaling ({header.context_scaling})"
     window = header.sliding_window
-    if window is not None and getattr(config, "sliding_window", None) is None:
+    if window not in (None, getattr(config, "sliding_window", None)):
         left_out = f"its sliding window of {window} tokens"
     if left_out is not None:
         raise MoesaicError(

@@ -30,7 +30,6 @@ from moesaic.kernels.experts_fit import (
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
     LEARNT,
-    are_hooked,
     are_parameters_beside,
     can_be_read,
     is_plain_inference,
@@ -38,6 +37,7 @@ from moesaic.kernels.inputs import (
     rows_side_by_side,
 )
 from moesaic.kernels.seen import Known, Seen, run_as_known
+from moesaic.modeling.replacement_moesaic import are_hooked
 
 # Triton writes one line after the other for each pair of directions.
 MOST_DIRECTIONS = 16
@@ -167,7 +167,7 @@ def _is_plain(block: Any, x_TD: Tensor) -> bool:
         return False
     if not _is_known_router(router, block.experts):
         return False
-    if are_hooked(_parts_of(block)):
+    if are_hooked(*_parts_of(block)):
         return False
     if not _act_alike(block.shared_expert, block.experts):
         return False

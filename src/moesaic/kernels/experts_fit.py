@@ -17,12 +17,12 @@ from moesaic.kernels.compiled_call import DTYPES
 from moesaic.kernels.experts_call import first_matrix
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
-    are_hooked,
     as_one_matrix,
     can_be_read,
     is_plain_inference,
     learns,
 )
+from moesaic.modeling.replacement_moesaic import are_hooked
 
 # On a processor with AVX2 MKL multiplies faster from so large a matrix of an expert on,
 # and from so many tokens for each expert.
@@ -81,7 +81,7 @@ def is_usual(experts: Any, x_TD: Tensor) -> bool:
         return False
     if type(experts.act_fn).__name__ not in ACTIVATIONS:
         return False
-    if are_hooked(experts.children()):
+    if are_hooked(*experts.children()):
         return False
     if x_TD.dtype not in DTYPES or not is_plain_inference(x_TD):
         return False

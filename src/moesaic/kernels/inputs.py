@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from moesaic.kernels import gpu
@@ -61,15 +59,6 @@ def _is_watched(x_TD: Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(x_TD).tangent is not None
-
-
-def are_hooked(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody has hooks on these or on all modules, which would not be called."""
-    if _has_any_global_hook():
-        return True
-    return any(
-        module._forward_hooks or module._forward_pre_hooks for module in modules
-    )
 
 
 def can_be_read(parameters: list[Any], x_TD: Tensor) -> bool:

@@ -22,11 +22,11 @@ from moesaic.kernels.compiled_call import DTYPES, CompiledCall
 from moesaic.kernels.inputs import (
     ACTIVATIONS,
     FEW_TOKENS,
-    are_hooked,
     can_be_read,
     is_plain_inference,
 )
 from moesaic.kernels.seen import Known, Seen, run_as_known
+from moesaic.modeling.replacement_moesaic import are_hooked
 
 _NEURONS = (
     "gate_FD",
@@ -204,7 +204,7 @@ def _fits(
     """Whether the tensors of known parts are as a conversion makes them, and together."""
     if x_TD.dtype not in DTYPES or x_TD.shape[1] != neurons.block.hidden_size:
         return False
-    if are_hooked(_parts_of(neurons)):
+    if are_hooked(*_parts_of(neurons)):
         return False
     own, of_copies = _activations(neurons)
     if own.__name__ not in ACTIVATIONS or own is not of_copies:
