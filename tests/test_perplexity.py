@@ -17,8 +17,9 @@ from tests import reference
 class Bigram(torch.nn.Module):
     """Looks the next token's logits up by the sum of the window so far, or by the last token."""
 
-    def __init__(self, logits_VV: torch.Tensor, remembers: bool = False):
+    def __init__(self, logits_VV: torch.Tensor, remembers: bool = False, family: str = "bigram"):
         super().__init__()
+        self.config = SimpleNamespace(model_type=family, bos_token_id=0)
         self.table = torch.nn.Embedding.from_pretrained(logits_VV)
         self.remembers = remembers
 
@@ -33,6 +34,9 @@ class Bigram(torch.nn.Module):
 
 # After 0 come 0, 1, 2 with 1/2, 1/4, 1/4; after 1 surely 2; after 2 each with 1/3.
 HAND = Bigram(torch.tensor([[0.5, 0.25, 0.25], [1e-30, 1e-30, 1.0], [1 / 3, 1 / 3, 1 / 3]]).log())
+
+
+GEMMA = Bigram(HAND.table.weight, family="gemma2")
 
 
 def tokens(*ids: int) -> torch.Tensor:
@@ -54,6 +58,25 @@ def tokens(*ids: int) -> torch.Tensor:
 def test_by_hand(ids: tuple[int, ...], length: int, losses: list[int]) -> None:
     """`losses` holds the inverse probability of each predicted token."""
     value, count = perplexity(HAND, tokens(*ids), length)
+    assert count == len(losses)
+    assert value == pytest.approx(math.prod(losses) ** (1 / len(losses)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ids", "length", "losses"),
+    [
+        ((1, 2), 2, [4, 4]),  # 0 stands before each window of one token
+        ((0, 1, 2, 0), 2, [4, 4, 2]),  # the 0 that the text begins with already is that token
+        ((1, 2, 0, 0), 3, [4, 1, 2, 2]),
+        ((1, 2, 0), 3, [4, 1, 2]),  # a last window of one token of the text counts
+        ((1, 2, 0), 100, [4, 1, 3]),
+    ],
+)
+def test_gemma_reads_its_first_token_before_every_window(
+    ids: tuple[int, ...], length: int, losses: list[int]
+) -> None:
+    told: list[int] = []
+    value, count = perplexity(GEMMA, tokens(*ids), length, progress=told.append)
     assert count == len(losses)
     assert value == pytest.approx(math.prod(losses) ** (1 / len(losses)), rel=1e-6)
 

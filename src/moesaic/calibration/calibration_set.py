@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.calibration.first_token import begun
 from moesaic.calibration.share import Share
 from moesaic.errors import MoesaicError
 
@@ -73,14 +74,20 @@ class CalibrationSet:
 
     @classmethod
     def sample(
-        cls, ids: Tensor, samples: int, length: int, seed: int
+        cls,
+        ids: Tensor,
+        samples: int,
+        length: int,
+        seed: int,
+        first: int | None = None,
     ) -> CalibrationSet:
         """Windows at random places of a text, drawn with the seed (paper, Section 5.1).
 
         The windows that are held out come from the last eighth of the text (one window
         at least), the others from before: what is held out of a fit shares no token
-        with what is fitted. A 2-D tensor of ids is taken as windows already. Raises
-        MoesaicError for a text too short for that.
+        with what is fitted. `first` takes the place of the first token of each. A 2-D
+        tensor of ids is taken as windows already, as they are. Raises MoesaicError for a
+        text too short for that.
         """
         if ids.ndim == 2:
             return cls(ids)
@@ -113,15 +120,20 @@ class CalibrationSet:
 
         offset_L = torch.arange(length)
         index_NL = start_N[:, None] + offset_L
-        return cls(ids[index_NL])
+        return cls(begun(ids[index_NL], first))
 
     @classmethod
     def of_texts(
-        cls, texts: Sequence[Tensor], samples: int, length: int, seed: int
+        cls,
+        texts: Sequence[Tensor],
+        samples: int,
+        length: int,
+        seed: int,
+        first: int | None = None,
     ) -> CalibrationSet:
         """Windows of one text, or as many of each of several."""
         share = math.ceil(samples / len(texts))
-        sets = [cls.sample(ids, share, length, seed) for ids in texts]
+        sets = [cls.sample(ids, share, length, seed, first) for ids in texts]
         if len(sets) == 1:
             return sets[0]
         return cls.joined(sets)

@@ -18,6 +18,7 @@ from moesaic.calibration.checks import (
     check_weights,
     digest_of_tokens,
 )
+from moesaic.calibration.first_token import first_token
 from moesaic.calibration.hidden_states import check_stream
 from moesaic.calibration.text import has_heldout_split, place_of, to_ids
 from moesaic.comparison.entries import Entries, Entry, make_entries
@@ -305,8 +306,9 @@ def _read_tokens(
     check_samples(samples, length)
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     source_ids, texts = _read_texts(options, tokenizer, length)
+    first = first_token(config)
     calibration_sets = [
-        CalibrationSet.of_texts(source_ids, samples, length, seed)
+        CalibrationSet.of_texts(source_ids, samples, length, seed, first)
         for seed in range(options.seeds)
     ]
     evaluation = Evaluation(texts, length, options.max_tokens)

@@ -19,6 +19,7 @@ from moesaic.calibration.calibration_set import (
     check_samples,
     check_seed,
 )
+from moesaic.calibration.first_token import first_token
 from moesaic.calibration.text import has_heldout_split, to_ids
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan, make_plans
@@ -65,6 +66,7 @@ class Prepared:
     validation: ValidationText | None
     length: int  # tokens of a window that perplexities are measured on
     source: str | None  # of a GGUF file's weights, which may be trained before
+    first: int | None = None  # token that every window must begin with
 
     @property
     def windows_NL(self) -> Tensor:
@@ -96,8 +98,9 @@ def prepare(options: ConvertOptions) -> Prepared:
     if options.output is not None and launch.is_first():
         check_output(options.output, options.overwrite, options.resume)
     tokenizer = _tokenizer_of(options, config)
+    first = first_token(config)
     texts, calibration, validation = read_sources(
-        options, tokenizer, samples, length
+        options, tokenizer, samples, length, first
     )
     context = context_of(config)
     if calibration.length > context:
@@ -115,6 +118,7 @@ def prepare(options: ConvertOptions) -> Prepared:
         validation,
         length,
         source=source_of(options.model),
+        first=first,
     )
 
 
@@ -135,11 +139,15 @@ def _plans(options: ConvertOptions, config: Any) -> list[Plan]:
 
 
 def read_sources(
-    options: ConvertOptions, tokenizer: Any, samples: int, length: int
+    options: ConvertOptions,
+    tokenizer: Any,
+    samples: int,
+    length: int,
+    first: int | None,
 ) -> tuple[list[Tensor], CalibrationSet, ValidationText | None]:
     """The texts without what is held out, their windows, and what is held out.
 
-    Of several texts each gives the same number of windows.
+    Of several texts each gives the same number of windows. These begin with `first`.
     """
     sources = list(options.sources.values())
     all_ids = []
@@ -151,7 +159,7 @@ def read_sources(
         if validation is not None:
             validations.append(validation)
     calibration = CalibrationSet.of_texts(
-        all_ids, samples, length, options.seed
+        all_ids, samples, length, options.seed, first
     )
     if len(sources) == 1:
         only = validations[0] if validations else None

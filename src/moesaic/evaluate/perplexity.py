@@ -7,8 +7,8 @@ window counts if it predicts anything. (Not the mean of per-window means, which 
 short window too much.)
 
 As in the papers compared here, a token that begins texts stands before the text only, not
-before each window. Models that cannot do without it (Gemma is said to be one) get worse
-perplexities than they deserve.
+before each window. Models that cannot do without it (Gemma) have it before each: a window
+is then that token and L - 1 of the text, all of which are predicted.
 
 Shape suffixes: B windows of a batch, L tokens, T tokens of a chunk, V vocabulary.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from moesaic.calibration.first_token import first_token
 from moesaic.calibration.share import ALONE, Share
 from moesaic.errors import MoesaicError
 from moesaic.modeling import MoEConfig, chosen_for_each_token
@@ -64,7 +65,8 @@ def perplexity(
 
     loss = 0.0
     predicted = 0
-    batches = list(_windows(ids, sequence_length))
+    first = first_token(model.config)
+    batches = list(_windows(ids, sequence_length, first))
     for ids_BL in batches[share.own(len(batches))]:
         inputs_BL = ids_BL.to(embeddings.device)
         with (
@@ -109,15 +111,27 @@ def _losses(logits_BLV: Tensor, ids_BL: Tensor) -> Iterator[float]:
         yield cross_entropy(chunk_TV, next_T, reduction="sum").item()
 
 
-def _windows(ids: Tensor, length: int) -> Iterator[Tensor]:
-    """Batches (B, L) of windows; a shorter last one by itself."""
-    in_windows = len(ids) // length * length
-    if in_windows > 0:
-        windows = ids[:in_windows].view(-1, length)
+def _windows(ids: Tensor, length: int, first: int | None) -> Iterator[Tensor]:
+    """Batches (B, L) of windows; before each stands `first`, where there is one."""
+    if first is None:
+        yield from _cut(ids, length, least=2)
+        return
+    if ids[0] == first:
+        ids = ids[1:]
+    for text_BL in _cut(ids, length - 1, least=1):
+        first_B1 = text_BL.new_full((len(text_BL), 1), first)
+        yield torch.cat([first_B1, text_BL], dim=1)
+
+
+def _cut(ids: Tensor, length: int, least: int) -> Iterator[Tensor]:
+    """Batches of stretches of the text; a shorter last one by itself, from `least` on."""
+    in_stretches = len(ids) // length * length
+    if in_stretches > 0:
+        stretches = ids[:in_stretches].view(-1, length)
         batch_size = max(1, _BATCH_TOKENS // length)
-        yield from windows.split(batch_size)
-    last = ids[in_windows:]
-    if len(last) >= 2:
+        yield from stretches.split(batch_size)
+    last = ids[in_stretches:]
+    if len(last) >= least:
         yield last[None]
 
 

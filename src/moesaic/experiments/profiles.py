@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet
+from moesaic.calibration.first_token import first_token
 from moesaic.calibration.hidden_states import Stream
 from moesaic.calibration.statistics import StatisticsKind, compute_statistics
 from moesaic.calibration.text import to_ids
@@ -43,7 +44,11 @@ def ffn_inputs(
         study.texts[domain].calibration, load_tokenizer(study.model, trust)
     )
     windows = CalibrationSet.sample(
-        ids, study.scale.samples, study.scale.length, seed
+        ids,
+        study.scale.samples,
+        study.scale.length,
+        seed,
+        first_token(model.config),
     )
     # Left before each yield: who asks for the next layer has modes of its own.
     widened = partial(widened_products, model.dtype, device)

@@ -17,6 +17,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from moesaic.calibration.first_token import first_token
 from moesaic.errors import MoesaicError, unknown
 from moesaic.finetune.balance import refit_thresholds
 from moesaic.finetune.checks import check_options, refuse_float16
@@ -89,7 +90,8 @@ def plan_recovery(
     has_teacher = options.distill != NO_TEACHER
     ids = texts[0]
     if len(texts) > 1:
-        ids = draw_of_each(texts, options.samples, length, options.seed)
+        first = first_token(dense.config)
+        ids = draw_of_each(texts, options.samples, length, options.seed, first)
     windows_NL, settings = windows_and_settings(
         options, ids, length, dense.config, has_teacher
     )

@@ -15,6 +15,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from moesaic.calibration.first_token import begun, first_token
 from moesaic.calibration.text import to_ids
 from moesaic.conversion.prepare import (
     ValidationText,
@@ -156,7 +157,9 @@ def windows_and_settings(
     Raises MoesaicError for a text or windows that do not do.
     """
     _check_tokens(options.samples, length)
-    windows_NL = draw_windows(ids, options.samples, length, options.seed)
+    windows_NL = draw_windows(
+        ids, options.samples, length, options.seed, first_token(config)
+    )
     # Windows that were given may be too long.
     window_length([config], windows_NL.shape[1])
     moe = getattr(config, "moesaic", None)
@@ -351,7 +354,11 @@ def _settings(
 
 
 def draw_of_each(
-    texts: Sequence[Tensor], samples: int, length: int, seed: int
+    texts: Sequence[Tensor],
+    samples: int,
+    length: int,
+    seed: int,
+    first: int | None,
 ) -> Tensor:
     """Windows (N, L) of several texts, as many of each, or all that a short one has.
 
@@ -365,7 +372,7 @@ def draw_of_each(
         if ids.ndim == 2:
             windows_NL = ids[:share]
         else:
-            windows_NL = draw_windows(ids, share, length, seed)
+            windows_NL = draw_windows(ids, share, length, seed, first)
         left -= len(windows_NL)
         drawn.append(windows_NL)
     together_NL = torch.cat(drawn)
@@ -379,11 +386,18 @@ def _windows_at_most(ids: Tensor) -> float:
     return len(ids) if ids.ndim == 2 else math.inf
 
 
-def draw_windows(ids: Tensor, samples: int, length: int, seed: int) -> Tensor:
+def draw_windows(
+    ids: Tensor,
+    samples: int,
+    length: int,
+    seed: int,
+    first: int | None = None,
+) -> Tensor:
     """Windows (N, L), one from each of N equal stretches of the text, in random order.
 
-    They overlap where the text has fewer than N L tokens. A 2-D tensor is taken as
-    windows already. Raises MoesaicError for a text shorter than one window.
+    They overlap where the text has fewer than N L tokens. `first` takes the place of
+    the first token of each. A 2-D tensor is taken as windows already, as they are.
+    Raises MoesaicError for a text shorter than one window.
     """
     if ids.ndim == 2:
         return ids
@@ -401,4 +415,4 @@ def draw_windows(ids: Tensor, samples: int, length: int, seed: int) -> Tensor:
     order_N = torch.randperm(samples, generator=generator)
     start_N = start_N[order_N]
     position_NL = start_N[:, None] + torch.arange(length)
-    return ids[position_NL]
+    return begun(ids[position_NL], first)

@@ -318,7 +318,9 @@ def _training_ids(prepared: Prepared, tokens: int) -> Tensor:
     samples = tokens // length
     if len(prepared.texts) > 1:
         seed = prepared.options.seed
-        return draw_of_each(prepared.texts, samples, length, seed)
+        return draw_of_each(
+            prepared.texts, samples, length, seed, prepared.first
+        )
     (ids,) = prepared.texts
     if ids.ndim == 1:
         return ids
