@@ -7,6 +7,7 @@ import csv
 import errno
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from moesaic.finetune import checks as checks_module
 from moesaic.finetune import prepare as prepare_module
 from moesaic.finetune import run as run_module
 from moesaic.finetune import save as save_module
+from moesaic.finetune import train as train_module
 from moesaic.finetune.balance import measure_loads
 from moesaic.finetune.defaults import usual_rate
 from moesaic.finetune.fold import fold_scale, mean_gates
@@ -44,7 +46,7 @@ from moesaic.finetune.lora import (
 )
 from moesaic.finetune.masked import masked, straight_through
 from moesaic.finetune.options import FinetuneOptions, Machine, Mix, Settings
-from moesaic.finetune.prepare import draw_windows
+from moesaic.finetune.prepare import draw_windows, prepare
 from moesaic.finetune.train import (
     RecoveryTrainer,
     Trained,
@@ -462,6 +464,14 @@ class Killed(Exception):
     pass
 
 
+@pytest.fixture
+def a_line_for_two_steps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "LOGGED_STEPS", 3)
+        yield
+
+
+@pytest.mark.usefixtures("a_line_for_two_steps")
 @pytest.mark.parametrize(
     "changes", [{}, {"freeze_router": True, "epochs": 2}, {"tune_teacher": True}]
 )
@@ -856,6 +866,36 @@ def test_loads_are_named_by_the_layers_of_the_model() -> None:
     assert loads.names == ["1", "2"]
 
 
+@pytest.mark.parametrize("merge", [True, False])
+def test_what_is_measured_after_training_computes_experts_under_masks(
+    merge: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside LoRA weights each expert would copy its tokens: gigabytes, where they are many."""
+    seen = []
+
+    def note(model: Any, *arguments: Any) -> Any:
+        seen.append([block.view is not None for block in blocks_of(model)])
+        return 1.0
+
+    monkeypatch.setattr(run_module, "refit_thresholds", note)
+    monkeypatch.setattr(save_module, "heldout_perplexity", note)
+    tuned(folder, tmp_path / "out", samples=8, merge=merge)
+    while_wrapped = seen[:1] if merge else seen
+    assert len(while_wrapped) == (1 if merge else 2)
+    assert all(all(views) for views in while_wrapped)
+
+
+def test_windows_that_were_given_are_taken_from_the_first_on(
+    tuned_input: dict[str, Any],
+) -> None:
+    given_NL = tokens(20, 24)
+    values = tuned_input | {"data": given_NL, "sequence_length": None}
+    inputs = prepare(FinetuneOptions(**values))
+    assert torch.equal(inputs.windows_NL, given_NL[:8])
+    with pytest.raises(MoesaicError, match="the windows that were given have 24 tokens"):
+        prepare(FinetuneOptions(**values | {"sequence_length": 32}))
+
+
 @pytest.fixture
 def tuned_input(tmp_path: Path) -> dict[str, Any]:
     folder = converted_folder("llama", tmp_path / "converted")
@@ -873,6 +913,14 @@ def tuned_input(tmp_path: Path) -> dict[str, Any]:
         ({"dtype": "float16"}, "is in float16, whose range gradients leave"),
         ({"samples": 10**12}, "the most that are trained on"),
         ({"rank": 10**10}, "rank 10000000000 is above the model's hidden size 32"),
+        ({"rank": None}, "rank None: a whole number"),
+        ({"epochs": None}, "epochs None: a whole number"),
+        ({"sequence_length": 32.0}, "sequence length 32.0 is outside"),
+        ({"seed": 1.5}, "seed 1.5 is outside"),
+        ({"alpha": None}, "alpha None: a number"),
+        ({"lora_lr": "1e-3"}, "lora lr 1e-3: a number"),
+        ({"balance_rate": None}, "balance rate None: a number"),
+        ({"dtype": "float8"}, "unknown dtype 'float8'"),
     ],
 )
 def test_bad_input_that_once_was_a_traceback(

@@ -24,6 +24,10 @@ from moesaic.conversion.python_call import python_call
             "moesaic.convert('m', 'teal', sparsity=0.4, calibration=..., dtype='float32')",
         ),
         (
+            {"recipe": "teal", "sparsity": 0.0},
+            "moesaic.convert('m', 'teal', sparsity=0.0, calibration='demo')",
+        ),
+        (
             {"settings": {"layer_budgets": "dense-first"}, "grain": "fine"},
             "moesaic.convert('m', 'moesaic', settings={'layer_budgets': 'dense-first'}, "
             "grain='fine', calibration='demo')",
@@ -40,4 +44,4 @@ def test_recovery_is_said_too() -> None:
     options = make_options("m", "cmoe", "S3A3E8", "demo")
     call = python_call(options, "m", recover=4096, tune_dense=True)
     assert call.endswith("calibration='demo', recover=4096, tune_dense=True)")
-    assert "tune_dense" not in python_call(options, "m", recover=4096, tune_dense=False)
+    assert "tune_dense" not in python_call(options, "m", recover=4096, tune_dense=None)

@@ -269,21 +269,21 @@ def die_at(name: str) -> Callable[[Path, str], None]:
     return write
 
 
-@pytest.mark.parametrize("part", ["dense", "student"])
+@pytest.mark.parametrize(("part", "tune"), [("dense", True), ("student", True), ("student", False)])
 def test_a_run_with_a_dense_model_of_other_weights_is_refused(
-    part: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, tune: bool, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(dense, model)
     monkeypatch.setattr(RecoveryTrainer, "training_step", killed_in_training(part))
     with pytest.raises(Killed):
-        recovered(model, tmp_path / "out", command="x", tune_dense=True)
+        recovered(model, tmp_path / "out", command="x", tune_dense=tune)
     monkeypatch.undo()
     other = load_model(str(model))
     other.model.layers[0].mlp.up_proj.weight.data += 0.01
     other.save_pretrained(model)
     with pytest.raises(MoesaicError, match="was started with other weights of"):
-        recovered(model, tmp_path / "out", command="x", resume=True, tune_dense=True)
+        recovered(model, tmp_path / "out", command="x", resume=True, tune_dense=tune)
     assert (tmp_path / "out.partial").is_dir()  # nothing is lost
 
 
@@ -329,6 +329,10 @@ BAD = [
     ({"recipe": MAGNITUDE, "layout": None}, "'magnitude' replaces linear layers, which are not"),
     ({"dtype": "float16"}, "would be trained in float16, whose range"),
     ({"device": "cpu:0"}, "device cpu:0: training takes the first GPU"),
+    (
+        {"recipe": "griffin", "layout": None, "sparsity": 0.5},
+        "runs the first 128 tokens of a window",
+    ),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -12,6 +13,12 @@ class MoesaicError(ValueError):
 
 class LostError(RuntimeError):
     """Another process of the same run has ended. What is finished is kept."""
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Whether a disk is full, gone or not to be written on: nothing more can be kept."""
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+    return isinstance(error, OSError) and error.errno in numbers
 
 
 def reason_of(error: BaseException) -> str:
@@ -40,10 +47,10 @@ def first_line(error: BaseException) -> str:
     return told[0]
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> MoesaicError:
+def unknown(kind: str, name: object, known: Iterable[str]) -> MoesaicError:
     """The error for a name that is not in `known`, with the nearest names suggested."""
     names = sorted(known)
-    nearest = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+    nearest = difflib.get_close_matches(str(name), names, n=2, cutoff=0.5)
     hint = ""
     if nearest:
         suggestion = " or ".join(nearest)

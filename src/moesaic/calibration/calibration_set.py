@@ -283,9 +283,9 @@ def heldout_windows(samples: int) -> int:
 
 def check_seed(seed: int) -> None:
     """Raises MoesaicError for a seed that no generator takes."""
-    if not 0 <= seed <= LARGEST_SEED:
+    if not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
         raise MoesaicError(
-            f"seed {seed} is outside 0..{LARGEST_SEED}; choose one inside it"
+            f"seed {seed} is outside 0..{LARGEST_SEED}; choose a whole number inside it"
         )
 
 

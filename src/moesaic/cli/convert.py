@@ -165,7 +165,7 @@ def convert_command(
         "layout": layout,
         "calibration": source,
         "sparsity": sparsity,
-        "grain": grain or "medium",
+        "grain": grain,
         "output": output,
         "samples": samples,
         "sequence_length": sequence_length,
@@ -185,23 +185,12 @@ def convert_command(
 
     choose_device(device)
     choose_dtype(dtype)
-    if grain is not None:
-        _check_grain(choices, grain)
     if target_ratio is None:
         _tell_time(choices, purpose, dtype)
     if dry_run:
         _dry_run(choices, target_ratio, device, dtype)
     else:
         _convert(choices, target_ratio, device, dtype)
-
-
-def _check_grain(choices: dict[str, Any], grain: str) -> None:
-    """Refuses a --grain that would change nothing."""
-    from moesaic.conversion.options import check_grain
-    from moesaic.methods.load import load_method
-
-    method = load_method(choices["recipe"], choices["settings"])
-    check_grain(grain, choices["layout"], method)
 
 
 def _tell_time(

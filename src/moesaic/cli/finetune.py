@@ -227,7 +227,7 @@ def _print(report: FinetuneReport, output: Path) -> None:
         out.print(table)
     if report.heldout is None:
         out.print(
-            "perplexity was not measured: the text is too short to hold any out"
+            "perplexity was not measured: no text was held out (it takes ten windows)"
         )
     if report.perplexity is not None:
         out.print(

@@ -40,7 +40,7 @@ from moesaic.conversion.layout_search import (
 from moesaic.conversion.masks import under_masks
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
-from moesaic.conversion.plan import Plan
+from moesaic.conversion.plan import Plan, public_name
 from moesaic.conversion.prepare import (
     Prepared,
     ValidationText,
@@ -61,6 +61,7 @@ from moesaic.families.load import (
     mend_generation,
 )
 from moesaic.memory import gathered, is_spread
+from moesaic.methods.base import ModelMethod
 from moesaic.modeling import MoesaicReplacement, Sizes
 from moesaic.output import draft as drafts
 from moesaic.output.model_card import CARD_FILE, Licence, licence_of
@@ -239,6 +240,14 @@ class _Conversion:
             draft=draft,
             progress=self.options.progress,
         )
+        if (
+            isinstance(method, ModelMethod)
+            and self.report.dense_perplexity is None
+        ):
+            # Nothing else would tell: it looks at no layer by itself.
+            blame_a_layer(
+                Stream(self.ffns, calibration.windows_NL, self.device)
+            )
         self.report.layers = method.convert(
             self.dense, calibration, self.plan, run
         )
@@ -384,7 +393,7 @@ class _Conversion:
         if not self.options.in_memory:
             licence = licence_of(file_beside(self.options.model, CARD_FILE))
         command = self.options.command or python_call(
-            self.options, self.plan.model
+            self.options, public_name(self.plan.model)
         )
         card = model_card(self.report, self.plan.moe, licence, command)
         values = self.report.to_dict(timing=False)
@@ -406,6 +415,7 @@ class _Conversion:
             "configuration": digest_of_config(self.plan.dense_config),
             "method": self.plan.method.to_dict(),
             "layout": moe.layout,
+            "budget": str(self.options.budget),
             "experts": experts,
             "layers": moe.layers,
             "seed": self.options.seed,

@@ -40,15 +40,15 @@ class LayerReport:
     `heldout` says that nothing was fitted to them: nor to their windows, where there are
     eight or more.
     `relative_error` is the paper's objective (eq. 2) over the output's own energy,
-    mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2, and `references` are the same for other
-    ways to spend the budget: `static` and `static-repaired` (the best neurons; the
-    latter with W_down refitted, on a sample of the first seven eighths of the tokens
-    where the method itself repairs nothing), `unrepaired` (this layer without its
-    repair), `random` (random neurons for each token), `oracle` (the same experts, each
-    token runs its best) and `neuron-oracle` (each token runs its best neurons); none of
-    the last three is repaired. The oracle runs the K experts of largest output norm for
-    every token, also where thresholds let tokens differ: a layer may then lose less than
-    its oracle. `router_recall` is the share of them that the router picks (chance is K / R),
+    mean |F_MoE(x) - F(x)|^2 / mean |F(x)|^2, and `references` are the same for other ways
+    to spend the budget: `static` and `static-repaired` (the best neurons; the latter with
+    W_down refitted, on a sample of the first seven eighths of the tokens where the method
+    itself repairs nothing), `unrepaired` (what this layer chooses, run by the dense
+    weights), `random` (random neurons for each token), `oracle` (the same experts, each
+    token runs its best) and `neuron-oracle` (each token runs its best neurons); none of the
+    last three is repaired. The oracle runs the K experts of largest output norm for every
+    token, also where thresholds let tokens differ: a layer may then lose less than its
+    oracle. `router_recall` is the share of them that the router picks (chance is K / R),
     `mass_kept` the share of all experts' output energy in the experts that ran,
     `oracle_mass` the oracle's. `expert_load` is the share of tokens that each expert
     runs for. `kept_energy` holds the rounds of re-assignment, `shares` those of the

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moesaic.conversion.report import ConversionReport
+from moesaic.evaluate.perplexity import skips_nothing
 from moesaic.methods.contents import METHODS
 from moesaic.modeling import MoEConfig
 from moesaic.output.model_card import (
@@ -135,12 +136,17 @@ def _rows(
         ("Multiply-accumulates per token", work),
         ("Weights read for one token", read),
         ("Calibration", text),
-        ("Perplexity", _perplexity(report)),
+        ("Perplexity", _perplexity(report, moe)),
         ("Made with", ", ".join(versions)),
     ]
 
 
-def _perplexity(report: ConversionReport) -> str:
+def _perplexity(report: ConversionReport, moe: MoEConfig) -> str:
+    if skips_nothing(moe, report.sequence_length):
+        return (
+            f"not measured: windows of {report.sequence_length} tokens are all prompt, "
+            "over which every neuron runs"
+        )
     if not report.perplexity or not report.dense_perplexity:
         return "not measured: the calibration text left nothing to hold out"
     ratio = report.perplexity / report.dense_perplexity

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moesaic.errors import MoesaicError
+from moesaic.families.load import dtype_name
 from moesaic.layout import Layout
 from moesaic.methods.base import Budget, FFNMethod, Method
 from moesaic.methods.load import load_method
@@ -79,29 +82,52 @@ def make_options(
     *,
     settings: Mapping[str, object] | None = None,
     sparsity: float | None = None,
-    grain: str = "medium",
+    target_ratio: float | None = None,
+    grain: str | None = None,
     output: str | Path | None = None,
     experts: Sequence[int] | None = None,
     min_tokens: int | None = None,
     dense_layers: Sequence[int] = (),
+    dtype: str | torch.dtype = "auto",
     **others: Any,
 ) -> ConvertOptions:
     """The options that the keyword arguments of `moesaic.convert` stand for.
 
-    Raises MoesaicError for an unknown method or setting, and for a layout and a
-    sparsity at once.
+    Raises MoesaicError for an unknown method or setting, for values of another kind, for
+    a layout and a sparsity at once, and for a grain that would change nothing.
     """
-    chosen = None if experts is None else tuple(experts)
+    _check_number("sparsity", sparsity)
+    _check_number("target ratio", target_ratio)
+    method = load_method(recipe, settings)
+    if grain is not None:
+        check_grain(grain, layout, method)
+    chosen = None if experts is None else _numbers("experts", experts)
+    dense = _numbers("dense layers", dense_layers)
     folder = None if output is None else Path(output).absolute()
     return ConvertOptions(
         model=model,
-        method=load_method(recipe, settings),
-        budget=make_budget(layout, sparsity, grain),
+        method=method,
+        budget=make_budget(layout, sparsity, grain or "medium"),
         calibration=calibration,
-        scope=Scope(chosen, min_tokens, tuple(dense_layers)),
+        scope=Scope(chosen, min_tokens, dense),
+        target_ratio=target_ratio,
         output=folder,
+        dtype=dtype_name(dtype),
         **others,
     )
+
+
+def _check_number(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, int | float):
+        raise MoesaicError(f"{name} {value!r}: a number is needed")
+
+
+def _numbers(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise MoesaicError(
+            f"{name} {values!r}: several numbers are needed, as (0, 1)"
+        )
+    return tuple(values)
 
 
 def check_grain(grain: str, layout: Any, method: Method) -> None:

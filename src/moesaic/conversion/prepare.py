@@ -103,6 +103,10 @@ def prepare(options: ConvertOptions) -> Prepared:
         options, tokenizer, samples, length, first
     )
     context = context_of(config)
+    if calibration.length < 2:
+        raise MoesaicError(
+            "windows of one token tell nothing of a text; give windows of 2 or more"
+        )
     if calibration.length > context:
         raise MoesaicError(
             f"windows of {calibration.length} tokens exceed {context}, the context of "

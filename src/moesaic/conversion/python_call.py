@@ -30,14 +30,14 @@ def python_call(options: ConvertOptions, model: str, **more: object) -> str:
         "experts": scope.experts,
         "min_tokens": scope.min_tokens,
         "dense_layers": scope.dense_layers,
-        "seed": options.seed,
+        "seed": options.seed or None,
         "dtype": None if options.dtype == "auto" else options.dtype,
     }
     arguments = [repr(model), repr(options.method.name)]
     for name, value in (said | more).items():
         if value is ...:
             arguments.append(f"{name}=...")
-        elif value not in (None, 0, (), {}):
+        elif value not in (None, (), {}):
             arguments.append(f"{name}={value!r}")
     return f"moesaic.convert({', '.join(arguments)})"
 

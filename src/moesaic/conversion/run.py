@@ -7,6 +7,7 @@ computed under a mask: the same outputs, and faster than many small experts.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -357,6 +358,11 @@ class Run:
             self.seed,
         )
         replacement.made = None  # its repairs are as large as the layer
+        if not math.isfinite(report.relative_error):
+            raise MoesaicError(
+                f"layer {layer} of {self.plan.model}: its FFN puts out NaN or infinity on the "
+                "calibration text"
+            )
         wants_goals = self.undo_drift and method.undoes_drift
         if wants_goals and not self.stream.adds_ffn(layer):
             report.notes.append(

@@ -152,11 +152,17 @@ def choose_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def choose_dtype(dtype: str) -> Any:
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """What the options call a dtype of torch; names stay."""
+    return str(dtype).removeprefix("torch.")
+
+
+def choose_dtype(dtype: str | torch.dtype) -> Any:
     """A dtype by its name; `auto` stays, and is the checkpoint's own."""
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    return DTYPES[dtype]
+    name = dtype_name(dtype)
+    if name not in DTYPES:
+        raise unknown("dtype", name, DTYPES)
+    return DTYPES[name]
 
 
 def context_of(config: Any) -> int:
@@ -170,12 +176,12 @@ def window_length(configs: list[Any], length: int | None) -> int:
     """Tokens of a window: `length`, or the smaller of 2,048 and the contexts.
 
     Raises MoesaicError for a length that a context does not hold, or that predicts
-    nothing.
+    nothing, and for one that is no whole number.
     """
     context = min(context_of(config) for config in configs)
     if length is None:
         length = min(_DEFAULT_WINDOW, context)
-    if not 2 <= length <= context:
+    if not isinstance(length, int) or not 2 <= length <= context:
         raise MoesaicError(
             f"sequence length {length} is outside 2..{context}, the model's context"
         )

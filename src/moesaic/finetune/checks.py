@@ -11,7 +11,7 @@ import torch
 
 from moesaic.calibration.calibration_set import check_seed
 from moesaic.errors import MoesaicError
-from moesaic.families.load import choose_device
+from moesaic.families.load import choose_device, choose_dtype
 from moesaic.finetune.options import NO_TEACHER, FinetuneOptions
 from moesaic.output.draft import draft_folder
 
@@ -25,6 +25,7 @@ def check_options(options: FinetuneOptions) -> None:
     _check_counts(options)
     _check_rates(options)
     check_seed(options.seed)
+    choose_dtype(options.dtype)
     _check_device(options.device)
     _check_teacher(options)
     _check_tensorboard(options.tensorboard, options.output)
@@ -48,8 +49,9 @@ def _check_counts(options: FinetuneOptions) -> None:
         "micro batch": options.micro_batch,
         "checkpoint every": options.checkpoint_every,
     }
+    by_default = ("batch size", "micro batch", "checkpoint every")
     for name, count in counts.items():
-        if count is None:
+        if count is None and name in by_default:
             continue
         if not isinstance(count, int) or count < 1:
             rule = "a whole number of at least 1 is needed"
@@ -62,9 +64,12 @@ def _check_counts(options: FinetuneOptions) -> None:
 
 
 def _check_rates(options: FinetuneOptions) -> None:
-    positive = {"alpha": options.alpha, "lora lr": options.lora_lr}
+    positive: dict[str, Any] = {"alpha": options.alpha}
+    if options.lora_lr is not None:
+        positive["lora lr"] = options.lora_lr
     for name, value in positive.items():
-        if value is not None and not 0 < value < MOST_RATE:
+        is_number = isinstance(value, int | float)
+        if not is_number or not 0 < value < MOST_RATE:
             raise MoesaicError(
                 f"{name} {value}: a number above 0 and below {MOST_RATE:g} is needed"
             )
@@ -73,7 +78,8 @@ def _check_rates(options: FinetuneOptions) -> None:
         "balance rate": options.balance_rate,
     }
     for name, value in may_be_zero.items():
-        if not 0 <= value < MOST_RATE:
+        is_number = isinstance(value, int | float)
+        if not is_number or not 0 <= value < MOST_RATE:
             raise MoesaicError(
                 f"{name} {value}: a number at least 0 and below {MOST_RATE:g} is needed"
             )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moesaic import launch
 from moesaic.conversion.convert import check_conversion, convert_prepared
 from moesaic.conversion.options import make_options
@@ -29,14 +31,14 @@ def convert(
     settings: Mapping[str, object] | None = None,
     sparsity: float | None = None,
     target_ratio: float | None = None,
-    grain: str = "medium",
+    grain: str | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,
     samples: int | None = None,
     sequence_length: int | None = None,
     seed: int = 0,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     overwrite: bool = False,
     resume: bool = False,
     trust_remote_code: bool = False,
@@ -61,7 +63,7 @@ def convert(
     `sequence_length` are drawn, or a matrix of windows; or several of these in a
     mapping by name, which give as many windows each. Without a `layout`, a share
     `sparsity` of the FFN neurons (0.25 unless given) is skipped, by the layout of that
-    `grain` (coarse, medium, fine) with the least held-out error of a few layers;
+    `grain` (coarse, medium unless given, fine) with the least held-out error of a few layers;
     `target_ratio` skips as many as keep perplexity within that ratio of dense. In a
     model that is a mixture already, every expert is converted by itself, on the tokens
     that its router sends there (Section 4.4); a layout is of each expert. `experts`

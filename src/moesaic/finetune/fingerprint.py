@@ -6,13 +6,17 @@ import hashlib
 import json
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from moesaic.calibration.checks import checksum, digest_of_tokens
 from moesaic.finetune.prepare import TrainingInput
 from moesaic.finetune.report import FinetuneReport
+from moesaic.output.atomic import write_file
+from moesaic.output.draft import UnfinishedError
 
-LIBRARIES = ("torch", "transformers", "peft")
+LIBRARIES = ("moesaic", "torch", "transformers", "peft")
+WEIGHTS = "weights.sha256"  # of the dense model that a run was started with
 
 
 def fingerprint(
@@ -52,3 +56,20 @@ def hash_of_weights(model: Any) -> str | None:
         line = f"{name} {checksum(tensor.detach())}"
         digest.update(line.encode())
     return digest.hexdigest()
+
+
+def check_same_weights(dense: Any, name: str, path: Path) -> None:
+    """A killed run goes on with the dense weights that it was started with.
+
+    Their hash lies in a file of the draft, which the first run writes. Raises
+    UnfinishedError where it is another one.
+    """
+    now = str(hash_of_weights(dense))
+    if not path.is_file():
+        write_file(path, now)
+        return
+    if path.read_text("utf-8") != now:
+        raise UnfinishedError(
+            f"{path.parent} was started with other weights of {name}; run with the "
+            "same, or pass --overwrite"
+        )

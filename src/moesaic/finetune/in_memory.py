@@ -22,6 +22,7 @@ from moesaic.errors import MoesaicError, unknown
 from moesaic.finetune.balance import refit_thresholds
 from moesaic.finetune.checks import check_options, refuse_float16
 from moesaic.finetune.lora import merge, round_routers
+from moesaic.finetune.masked import masked
 from moesaic.finetune.options import (
     AUTO_TEACHER,
     NO_TEACHER,
@@ -121,7 +122,7 @@ def tuned(student: Any, recovery: Recovery, dense: Any) -> Any:
             recovery.machine,
             teacher,
         )
-    with torch.no_grad():
+    with torch.no_grad(), masked(trained.model):
         round_routers(trained.model, student.dtype)
         refit_thresholds(trained.model, first_windows(recovery.windows_NL))
     return merge(trained.model)

@@ -156,10 +156,13 @@ def windows_and_settings(
 
     Raises MoesaicError for a text or windows that do not do.
     """
-    _check_tokens(options.samples, length)
-    windows_NL = draw_windows(
-        ids, options.samples, length, options.seed, first_token(config)
-    )
+    if ids.ndim == 1:
+        _check_tokens(options.samples, length)
+        windows_NL = draw_windows(
+            ids, options.samples, length, options.seed, first_token(config)
+        )
+    else:
+        windows_NL = _given_windows(ids, options)
     # Windows that were given may be too long.
     window_length([config], windows_NL.shape[1])
     moe = getattr(config, "moesaic", None)
@@ -172,6 +175,19 @@ def windows_and_settings(
         options, windows_NL, batch_size, hidden_size, has_teacher
     )
     return windows_NL, settings
+
+
+def _given_windows(windows_NL: Tensor, options: FinetuneOptions) -> Tensor:
+    """The first `samples` of the windows that were given."""
+    windows_NL = windows_NL[: options.samples]
+    samples, length = windows_NL.shape
+    if options.sequence_length not in (None, length):
+        raise MoesaicError(
+            f"sequence length {options.sequence_length}, and the windows that were given "
+            f"have {length} tokens; leave it out, or give a row of tokens to draw from"
+        )
+    _check_tokens(samples, length)
+    return windows_NL
 
 
 def _read_text(
@@ -396,11 +412,8 @@ def draw_windows(
     """Windows (N, L), one from each of N equal stretches of the text, in random order.
 
     They overlap where the text has fewer than N L tokens. `first` takes the place of
-    the first token of each. A 2-D tensor is taken as windows already, as they are.
-    Raises MoesaicError for a text shorter than one window.
+    the first token of each. Raises MoesaicError for a text shorter than one window.
     """
-    if ids.ndim == 2:
-        return ids
     room = len(ids) - length
     if room < 0:
         raise MoesaicError(

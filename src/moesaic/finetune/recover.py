@@ -16,6 +16,7 @@ import json
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from rich.console import Console
 from torch import Tensor
 
 from moesaic.calibration.checks import digest_of_tokens
-from moesaic.conversion.convert import convert_prepared
+from moesaic.conversion.convert import convert_prepared, digest_of_config
 from moesaic.conversion.model_card import model_card
 from moesaic.conversion.options import ConvertOptions
+from moesaic.conversion.plan import public_name
 from moesaic.conversion.prepare import Prepared, source_name
 from moesaic.conversion.python_call import python_call
 from moesaic.conversion.report import (
@@ -36,6 +38,7 @@ from moesaic.conversion.report import (
     ConversionReport,
 )
 from moesaic.errors import MoesaicError
+from moesaic.evaluate.perplexity import check_windows
 from moesaic.evaluate.work import meta_model
 from moesaic.families.load import (
     choose_dtype,
@@ -45,6 +48,11 @@ from moesaic.families.load import (
 )
 from moesaic.finetune.checks import check_options
 from moesaic.finetune.estimate import outlook
+from moesaic.finetune.fingerprint import (
+    LIBRARIES,
+    WEIGHTS,
+    check_same_weights,
+)
 from moesaic.finetune.lora import checkpoint_bytes
 from moesaic.finetune.model_card import recovery_rows
 from moesaic.finetune.options import FinetuneOptions
@@ -91,6 +99,8 @@ def convert_and_recover(
         output, identity, options.resume, options.progress
     )
     with opened as draft:
+        if not dense_first:  # which looks at them by itself
+            _check_weights(options, draft)
         tuned = None
         start = prepared
         kept: Any = nullcontext()
@@ -138,6 +148,7 @@ def check_recovery(prepared: Prepared, tokens: int, dense_first: bool) -> None:
         )
     _check_dtype(options, plan.dense_config)
     _check_tokens(prepared, tokens)
+    check_windows(plan.moe, _window_length(prepared))
     training = _training_options(prepared, tokens, Path())
     check_options(training)
     check_rank(training.rank, plan.dense_config)
@@ -235,9 +246,10 @@ def _training_options(
 def _identity(prepared: Prepared, tokens: int) -> dict[str, Any]:
     """What must be equal for a killed run to be worth going on with.
 
-    Each half adds the weights that it begins with.
+    Weights are compared beside it: they have to be read for that.
     """
     options = prepared.options
+    plan = prepared.plans[0]
     identity = {
         "recover": tokens,
         "model": options.model_name,
@@ -248,6 +260,8 @@ def _identity(prepared: Prepared, tokens: int) -> dict[str, Any]:
         "seed": options.seed,
         "dtype": options.dtype,
         "calibration tokens": digest_of_tokens(prepared.windows_NL),
+        "configuration": digest_of_config(plan.dense_config),
+        "versions": {name: version(name) for name in LIBRARIES},
     }
     text = json.dumps(identity)
     as_read: dict[str, Any] = json.loads(text)
@@ -255,6 +269,13 @@ def _identity(prepared: Prepared, tokens: int) -> dict[str, Any]:
 
 
 # --- the two halves ------------------------------------------------------------------
+
+
+def _check_weights(options: ConvertOptions, draft: Path) -> None:
+    """What an earlier run converted must be what is imitated now."""
+    name = str(options.model)
+    dense = load_model(name, options.dtype, options.trust_remote_code)
+    check_same_weights(dense, name, draft / WEIGHTS)
 
 
 def _tuned(prepared: Prepared, tokens: int, draft: Path) -> TunedDense:
@@ -343,9 +364,9 @@ def _write_both(
     if command is None:
         command = python_call(
             prepared.options,
-            report.model,
+            public_name(report.model),
             recover=tokens,
-            tune_dense=recovery.teacher_tuned,
+            tune_dense=recovery.teacher_tuned or None,
         )
     card = model_card(report, config.moesaic, licence, command, rows)
     files = {

@@ -23,13 +23,14 @@ from moesaic.conversion.layout_search import HELDOUT_TOKENS
 from moesaic.errors import MoesaicError
 from moesaic.evaluate.perplexity import perplexity
 from moesaic.families.head import check_head
-from moesaic.families.load import load_model
+from moesaic.families.load import dtype_name, load_model
 from moesaic.finetune.balance import measure_loads, refit_thresholds
 from moesaic.finetune.checks import SHARDED, is_set, refuse_float16
 from moesaic.finetune.estimate import training_seconds
 from moesaic.finetune.fingerprint import fingerprint
 from moesaic.finetune.lora import merge as merge_lora
 from moesaic.finetune.lora import round_routers
+from moesaic.finetune.masked import masked
 from moesaic.finetune.options import AUTO_TEACHER, FinetuneOptions, Mix
 from moesaic.finetune.prepare import (
     TrainingInput,
@@ -70,7 +71,7 @@ def finetune(
     tensorboard: str | None = None,
     seed: int = 0,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     overwrite: bool = False,
     resume: bool = False,
     trust_remote_code: bool = False,
@@ -128,7 +129,7 @@ def finetune(
         tensorboard=tensorboard,
         seed=seed,
         device=device,
-        dtype=dtype,
+        dtype=dtype_name(dtype),
         overwrite=overwrite,
         resume=resume,
         trust_remote_code=trust_remote_code,
@@ -175,10 +176,11 @@ def _run(
             return report
         load_again_if_sharded(trained, inputs)
         windows_NL = first_windows(inputs.windows_NL)
-        with torch.no_grad():
+        # Without masks experts inside LoRA weights would each copy its tokens.
+        with torch.no_grad(), masked(trained.model):
             round_routers(trained.model, student.dtype)
             refit_thresholds(trained.model, windows_NL)
-        trained.loads_after = measure_loads(trained.model, windows_NL)
+            trained.loads_after = measure_loads(trained.model, windows_NL)
         report.set_loads(trained.loads_before, trained.loads_after)
         folder = draft / "model"
         save_model(trained.model, folder, inputs, windows_NL, report)

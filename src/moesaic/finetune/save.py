@@ -21,6 +21,7 @@ from moesaic.finetune.curves import curve_csv, curve_png, loads_png
 from moesaic.finetune.fold import fold_scale, mean_gates
 from moesaic.finetune.lora import blocks_of, is_mixture, routers_of
 from moesaic.finetune.lora import merge as merge_lora
+from moesaic.finetune.masked import masked
 from moesaic.finetune.model_card import finetune_card
 from moesaic.finetune.prepare import TrainingInput
 from moesaic.finetune.report import FinetuneReport
@@ -57,7 +58,8 @@ def save_model(
         model.config.moesaic = moe
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     else:
-        report.perplexity = heldout_perplexity(wrapped, inputs)
+        with masked(wrapped):
+            report.perplexity = heldout_perplexity(wrapped, inputs)
         wrapped.save_pretrained(folder)
     if inputs.text.tokenizer is not None:
         inputs.text.tokenizer.save_pretrained(folder)

@@ -198,6 +198,9 @@ def _arguments(
     steps_of_epoch = math.ceil(settings.samples / settings.batch_size)
     steps = steps_of_epoch * settings.epochs
     again = computes_again(settings, machine)
+    log_every = max(1, steps // LOGGED_STEPS)
+    lines = max(1, steps // CHECKPOINTS // log_every)
+    save_every = machine.checkpoint_every or lines * log_every
     if machine.tensorboard is not None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = machine.tensorboard
     arguments = TrainingArguments(
@@ -215,10 +218,11 @@ def _arguments(
         data_seed=settings.seed,
         bf16=model.dtype == torch.bfloat16,
         use_cpu=machine.use_cpu,
-        logging_steps=max(1, steps // LOGGED_STEPS),
+        # A checkpoint keeps no sums of a line that is not yet written.
+        logging_steps=math.gcd(log_every, save_every),
         logging_nan_inf_filter=False,
         save_strategy="no" if folder is None else "steps",
-        save_steps=machine.checkpoint_every or max(1, steps // CHECKPOINTS),
+        save_steps=save_every,
         save_total_limit=CHECKPOINTS_KEPT,
         report_to=["tensorboard"] if machine.tensorboard else [],
         disable_tqdm=True,

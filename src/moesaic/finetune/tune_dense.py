@@ -17,7 +17,7 @@ from typing import Any
 from accelerate import PartialState
 
 from moesaic.families.load import load_config, load_model
-from moesaic.finetune.fingerprint import hash_of_weights
+from moesaic.finetune.fingerprint import WEIGHTS, check_same_weights
 from moesaic.finetune.lora import merge
 from moesaic.finetune.options import NO_TEACHER, FinetuneOptions
 from moesaic.finetune.prepare import (
@@ -30,13 +30,11 @@ from moesaic.finetune.run import announce
 from moesaic.finetune.save import heldout_perplexity
 from moesaic.finetune.train import train
 from moesaic.output.atomic import sync_all, write_file
-from moesaic.output.draft import UnfinishedError
 from moesaic.parts.products import widened_products
 
 # Experts have LoRA weights each. So that the dense model trains about as many.
 DENSE_RANK = 128
 RECORD = "moesaic_dense.json"
-WEIGHTS = "weights.sha256"  # of the dense model that a run was started with
 
 
 def tune_dense(
@@ -57,7 +55,7 @@ def tune_dense(
     device = PartialState(cpu=options.use_cpu).device
     dense = load_model(name, options.dtype, options.trust_remote_code, device)
     trainer = folder.with_name(f"{folder.name}-trainer")
-    _check_weights(dense, name, trainer)
+    check_same_weights(dense, name, folder.with_name(WEIGHTS))
     record = folder / RECORD
     if record.is_file():
         values = json.loads(record.read_text("utf-8"))
@@ -106,21 +104,6 @@ def _input(options: FinetuneOptions, text: TrainingText) -> TrainingInput:
         options, text.ids, options.sequence_length, config, has_teacher=False
     )
     return TrainingInput(options, settings, text, windows_NL, teacher=None)
-
-
-def _check_weights(dense: Any, name: str, trainer: Path) -> None:
-    """A killed run goes on with the weights that it was started with."""
-    path = trainer / WEIGHTS
-    now = str(hash_of_weights(dense))
-    if not path.is_file():
-        trainer.mkdir(exist_ok=True)
-        write_file(path, now)
-        return
-    if path.read_text("utf-8") != now:
-        raise UnfinishedError(
-            f"{trainer.parent} was started with other weights of {name}; run with the "
-            "same, or pass --overwrite"
-        )
 
 
 def _write(model: Any, tokenizer: Any, tuned: TunedDense) -> None:

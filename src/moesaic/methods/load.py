@@ -38,7 +38,7 @@ def load_method(
         all_settings = method.settings | given
         return _with_settings(type(method), all_settings, method.name)
     name = str(method)
-    path = Path(method)
+    path = Path(name)
     if name in METHODS:
         method_class = _class_of(name)
         return _with_settings(method_class, given, name)
