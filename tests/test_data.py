@@ -6,6 +6,7 @@ import gzip
 import json
 import zipfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from moesaic.calibration import text as text_module
 from moesaic.calibration.text import (
     encode,
     has_heldout_split,
@@ -269,6 +273,48 @@ def test_documents_are_joined_by_blank_lines(tokenizer: PreTrainedTokenizerFast)
     ids = encode(tokenizer, ["ab", "c d", "e"])
     assert ids.dtype == torch.long
     assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["<s>", *"ab\n\nc d\n\ne"]
+
+
+@given(text=st.text(alphabet="ab \n", min_size=1, max_size=60), piece=st.integers(1, 20))
+def test_pieces_are_the_text_and_begin_with_line_ends(text: str, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_module, "_PIECE", piece)
+        pieces = list(text_module._pieces(text))
+    assert "".join(pieces) == text
+    for one, following in pairwise(pieces):
+        assert 0 < len(one) <= piece
+        assert following[0] == "\n" or "\n" not in one[1:]
+
+
+def test_a_long_text_goes_through_the_tokenizer_in_pieces(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The special token stands once."""
+    whole = encode(tokenizer, ["ab", "c d", "e"])
+    monkeypatch.setattr(text_module, "_PIECE", 3)
+    assert torch.equal(encode(tokenizer, ["ab", "c d", "e"]), whole)
+
+
+def test_of_c4_a_part_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load(hub_id: str, configuration: Any, data_files: Any, split: str) -> Any:
+        asked.append(split)
+        return {"text": ["a text"]}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for source in ("c4", "wikitext2"):
+        for heldout in (False, True):
+            read_documents(source, heldout)
+    assert asked == ["train[:16384]", "validation[:1100]", "train", "test"]
+
+
+def test_a_mark_before_the_text_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("ab", "utf-8-sig")
+    (tmp_path / "x.jsonl").write_text('{"text": "ab"}', "utf-8-sig")
+    for name in ("x.txt", "x.jsonl"):
+        assert read_documents(tmp_path / name) == ["ab"]
 
 
 def test_ids_from_a_file_a_list_and_a_tensor_are_the_same(

@@ -12,6 +12,7 @@ import torch
 
 import moesaic
 from moesaic.families import DenseFFN
+from moesaic.families.ffn import unit_rows
 from moesaic.parts.repair import Repair
 from tests.families import CONTEXT, tiny_model, tokens
 from tests.test_fitted_methods import DYNAMIC, STATIC_REPAIRED, convert, fitted, logits
@@ -25,6 +26,47 @@ def check_finite(model: Any, report: Any) -> None:
         numbers = [layer.relative_error, *layer.references.values(), *layer.expert_load]
         numbers += [layer.router_recall or 0, layer.mass_kept or 0, layer.oracle_mass or 0]
         assert all(math.isfinite(number) for number in [*numbers, *layer.kept_energy])
+
+
+def test_a_last_layer_that_puts_out_infinity_is_refused() -> None:
+    model = tiny_model("llama").half()
+    model.model.layers[-1].mlp.up_proj.weight.data *= 30
+    model.model.layers[-1].mlp.down_proj.weight.data *= 6e4
+    with pytest.raises(moesaic.MoesaicError, match="its FFN puts out NaN or infinity"):
+        moesaic.convert(model, "cmoe", "S3A3E8", tokens(4, 32))
+
+
+def test_llama_moe_v2_looks_at_what_it_clusters() -> None:
+    model = tiny_model("llama").half()
+    model.model.layers[1].mlp.up_proj.weight.data *= 3e4
+    with pytest.raises(moesaic.MoesaicError, match="layer 1 puts out NaN or infinity"):
+        moesaic.convert(model, "llama-moe-v2", sparsity=0.25, calibration=tokens(8, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_of_zeros_stays_one(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=dtype)
+    expected = torch.tensor([[0.0, 0.0], [0.6, 0.8]], dtype=dtype)
+    torch.testing.assert_close(unit_rows(rows), expected)
+
+
+def test_layers_that_are_one_module_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(moesaic.MoesaicError, match="layers 0 and 1 are one module"):
+        moesaic.convert(model, "cmoe", "S3A3E8", tokens(4, 32))
+
+
+def test_windows_of_one_token_are_refused() -> None:
+    with pytest.raises(moesaic.MoesaicError, match="windows of one token"):
+        moesaic.convert(tiny_model("llama"), "sleb", calibration=tokens(8, 1), sparsity=0.34)
+
+
+def test_an_activation_with_weights_is_refused() -> None:
+    model = tiny_model("llama")
+    model.config.hidden_act = "xielu"
+    with pytest.raises(moesaic.MoesaicError, match="'xielu' has weights of its own"):
+        moesaic.convert(model, "cmoe", "S3A3E8", tokens(4, 32))
 
 
 def silence(count: int) -> Callable[[Any], None]:

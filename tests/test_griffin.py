@@ -220,6 +220,24 @@ def test_no_perplexity_is_told_of_windows_that_are_all_prompt(
             evaluate(str(tmp_path / "moe"), sequence_length=CONTEXT)
 
 
+@pytest.mark.parametrize("most", [16, 12])
+def test_no_perplexity_is_told_of_a_text_that_is_all_prompt(most: int, tmp_path: Path) -> None:
+    """Windows are as long as the text, where that is shorter."""
+    moesaic.convert(
+        "demo", "griffin", sparsity=0.5, calibration="demo", samples=2, sequence_length=64,
+        settings={"prompt": 16}, output=tmp_path / "moe",
+    )  # fmt: skip
+    with pytest.raises(MoesaicError, match=f"and windows have {most}"):
+        evaluate(str(tmp_path / "moe"), ["demo"], max_tokens=most)
+    with pytest.raises(MoesaicError, match="and windows have 100"):
+        moesaic.compare(
+            "demo", ["griffin"], calibration="demo", sparsity=0.5, samples=2, seeds=1,
+            sequence_length=256, max_tokens=100,
+        )  # fmt: skip
+    result = evaluate(str(tmp_path / "moe"), ["demo"], max_tokens=64, sequence_length=64)
+    assert result["prompt"] == 16
+
+
 def test_what_sees_no_sequences_is_refused() -> None:
     with pytest.raises(MoesaicError, match="is a mixture of experts"):
         moesaic.convert(tiny_mixture("mixtral"), "griffin", sparsity=0.5, calibration=WINDOWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from moesaic.experiments.flops import CONFIGS
 from moesaic.experiments.page import markdown
 from moesaic.experiments.questions import puzzles, write_questions
 from moesaic.experiments.reproduce import reproduce
+from moesaic.experiments.rows import attempt
 from moesaic.experiments.scales import SCALES, with_prompts_within
 from moesaic.experiments.study import Study
 from moesaic.experiments.table import Column, Line, Panel, Row, Table
@@ -186,7 +188,7 @@ def test_numbers_are_the_same_in_another_folder(folder: Path, tmp_path: Path) ->
         assert pages[0].read_bytes() == pages[1].read_bytes()
 
 
-@pytest.mark.parametrize("kind", [MoesaicError, RuntimeError])
+@pytest.mark.parametrize("kind", [MoesaicError, RuntimeError, ConnectionResetError])
 def test_one_that_fails_stops_no_other(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
@@ -203,6 +205,54 @@ def test_one_that_fails_stops_no_other(
     assert "1 made" in printed
     assert "made to fail" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "hidden_states.json").is_file()
+
+
+@pytest.mark.parametrize(("kind", "tried_again"), [(MoesaicError, False), (MemoryError, True)])
+def test_rows_that_may_come_another_time_are_tried_again(
+    kind: type[Exception], tried_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> float:
+        raise kind("no room")
+
+    def table(make: Callable[[], float]) -> Callable[[Study], Table]:
+        def run(study: Study) -> Table:
+            notes: list[str] = []
+            value = attempt("cmoe", notes, study, make)
+            rows = [] if value is None else [Row("cmoe", {"error": value})]
+            return Table([Column("error", "error")], rows, notes)
+
+        return run
+
+    monkeypatch.setattr(load_balance, "run", table(fail))
+    first = reproduce("demo", tmp_path / "out", tables="load_balance")
+    assert first.made == 1
+    assert ("in part, cmoe: " in first.failed.get("load_balance", "")) == tried_again
+    monkeypatch.setattr(load_balance, "run", table(lambda: 1.0))
+    again = reproduce("demo", tmp_path / "out", tables="load_balance")
+    assert (again.made, again.kept) == ((1, 0) if tried_again else (0, 1))
+    assert not again.failed
+
+
+@pytest.mark.parametrize(("number", "stops"), [(errno.ENOSPC, True), (errno.ECONNRESET, False)])
+def test_a_full_disk_ends_the_run(
+    number: int, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(study: Study) -> Table:
+        raise OSError(number, "made to fail")
+
+    monkeypatch.setattr(load_balance, "run", fail)
+    if stops:
+        with pytest.raises(OSError, match="made to fail"):
+            reproduce("demo", tmp_path / "out", tables="load_balance")
+    else:
+        done = reproduce("demo", tmp_path / "out", tables="load_balance")
+        assert list(done.failed) == ["load_balance"]
+
+
+def test_the_paper_s_numbers_go_by_the_model_and_not_by_its_folders(tmp_path: Path) -> None:
+    folder = "/data/qwen2.5-7b-distilled/smollm2-135m"
+    study = Study(folder, SCALES["smoke"], tmp_path, {})
+    assert "Qwen" not in study.paper_model
 
 
 def test_every_experiment_has_its_module() -> None:

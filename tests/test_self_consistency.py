@@ -38,6 +38,7 @@ def test_probabilities_by_hand() -> None:
     shares = probabilities([-6.0, -4.0], [12, 4])
     assert shares[0] / shares[1] == pytest.approx(np.exp(-0.5 * 8 + 1.0 * 8))
     assert probabilities([-1e4, -2e4]) == [1.0, 0.0]
+    assert sum(probabilities([-2.0, 0.0], [3, 0])) == pytest.approx(1)  # an empty answer
 
 
 def test_of_equal_votes_the_first_drawn_wins() -> None:

@@ -9,8 +9,10 @@ import torch
 
 import moesaic
 from moesaic.errors import MoesaicError
+from moesaic.methods import sleb as sleb_module
 from moesaic.parts.blocks import keep_blocks, losses_without
 from tests.families import CONTEXT, tiny_model, tokens
+from tests.mixtures import tiny_mixture
 from tests.reference import loss_without
 
 WINDOWS = tokens(6, CONTEXT, seed=1)
@@ -90,6 +92,24 @@ def test_no_block_gone_is_refused() -> None:
     """Else a table would call the dense model sparse."""
     with pytest.raises(MoesaicError, match="takes out none of"):
         moesaic.convert(tiny_model("qwen3"), "sleb", calibration=WINDOWS, sparsity=0.01)
+
+
+def test_blocks_of_several_kinds_are_refused_before_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which one stays would change the work, and what the configuration has to say."""
+    model = tiny_mixture("qwen3_moe", mlp_only_layers=[0])
+    monkeypatch.setattr(sleb_module, "losses_without", None)
+    with pytest.raises(MoesaicError, match="block 1 is of another kind than block 0"):
+        moesaic.convert(model, "sleb", calibration=WINDOWS, sparsity=0.34)
+
+
+@pytest.mark.parametrize("method", ["sleb", "slicegpt"])
+def test_a_model_that_puts_out_infinity_is_refused(method: str) -> None:
+    model = tiny_model("llama").half()
+    model.model.layers[1].mlp.up_proj.weight.data *= 3e4
+    with pytest.raises(MoesaicError, match="layer 1 puts out NaN or infinity"):
+        moesaic.convert(model, method, calibration=WINDOWS, sparsity=0.5)
 
 
 def test_a_depth_by_another_name_is_refused() -> None:

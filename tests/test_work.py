@@ -155,6 +155,13 @@ def test_keys_and_values_may_differ_in_length() -> None:
     assert work._scores(config, 10) == 3 * 4 * (8 + 4 + 6) * seen_by_loops(10, None)
 
 
+def test_values_may_be_shorter_than_keys_that_are_one_part() -> None:
+    """MiMo's: no part of a key stands apart."""
+    config = LlamaConfig(**TINY, head_dim=6)
+    config.v_head_dim = 4
+    assert work._scores(config, 10) == 3 * 4 * (6 + 4) * seen_by_loops(10, None)
+
+
 def test_grouped_queries_have_smaller_matrices_and_the_same_scores() -> None:
     grouped = dense(LlamaConfig(**TINY | {"num_key_value_heads": 1}), 10)
     assert grouped.attention == 10 * 3 * (2 * 16 * 16 + 2 * 16 * 4)

@@ -290,6 +290,8 @@ def _keys_gib(config: Any, tokens: int) -> float:
     if config is None:
         return 0.0
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        return 0.0
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads

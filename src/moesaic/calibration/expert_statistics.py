@@ -26,6 +26,7 @@ from moesaic.calibration.statistics import (
 )
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
+from moesaic.families.ffn import unit_rows
 from moesaic.modeling import can_group
 
 BLOCK_PAIRS = 4096
@@ -86,7 +87,7 @@ def compute_expert_statistics(
     for block in _packed(inputs):
         x_PD = block.x_PD
         if kind.normalise:
-            x_PD = nn.functional.normalize(x_PD, dim=-1)
+            x_PD = unit_rows(x_PD)
         size_E = torch.tensor(block.size_E, device=device)
         gate_PM = act(grouped_linear(x_PD, gate_EMD, size_E))
         h_PM = gate_PM.mul_(grouped_linear(x_PD, up_EMD, size_E)).float()

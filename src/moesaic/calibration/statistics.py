@@ -18,6 +18,7 @@ from torch import Tensor
 from moesaic.calibration.share import ALONE, Share, every
 from moesaic.errors import MoesaicError
 from moesaic.families import DenseFFN
+from moesaic.families.ffn import unit_rows
 
 SAMPLE_TOKENS = 8192  # tokens whose hidden states are kept for grouping
 
@@ -108,7 +109,7 @@ def compute_statistics(
     def with_hidden() -> Iterator[tuple[Tensor, Tensor]]:
         for x_TD in blocks:
             if kind.normalise:
-                x_TD = torch.nn.functional.normalize(x_TD, dim=-1)
+                x_TD = unit_rows(x_TD)
             yield x_TD, ffn.hidden(x_TD)
 
     return sum_statistics(

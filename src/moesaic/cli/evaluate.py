@@ -268,6 +268,17 @@ def _print(result: dict[str, Any]) -> None:
                 f"thresholds of {row['model']} on {source}: {share['ran']:.1%} of what is "
                 f"chosen from ran, {share['planned']:.1%} were planned"
             )
+    for row in rows:
+        if "prompt" in row:
+            out.print(
+                f"{row['model']} runs all neurons for the first {row['prompt']} tokens of "
+                "every window; active FFN is that of the others"
+            )
+    if len({row["dtype"] for row in rows}) > 1:
+        formats = " and ".join(f"{row['model']} {row['dtype']}" for row in rows)
+        out.print(
+            f"number formats differ: {formats}; --dtype gives both the same"
+        )
     for source, ratio in result.get("ratio", {}).items():
         out.print(
             f"ratio on {source}: {ratio:.4f} "

@@ -34,6 +34,7 @@ from moesaic.comparison.trials import Evaluation, Trials, pass_seconds
 from moesaic.conversion.options import check_grain_or_layout
 from moesaic.conversion.prepare import hold_out, usual_samples
 from moesaic.errors import MoesaicError, reason_of
+from moesaic.evaluate.perplexity import check_windows
 from moesaic.families import find_ffns
 from moesaic.families.load import (
     choose_device,
@@ -312,6 +313,8 @@ def _read_tokens(
         for seed in range(options.seeds)
     ]
     evaluation = Evaluation(texts, length, options.max_tokens)
+    for entry in entries:
+        check_windows(entry.plan.moe, evaluation.window)
     return _Tokens(source_ids, length, calibration_sets, evaluation)
 
 

@@ -240,7 +240,7 @@ def remarks(rows: list[Row]) -> list[str]:
             lines += [f"{label}: {note}" for note in row.notes]
     for goal, group in by_goal(rows).items():
         lines += _remarks_at(goal, group)
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def _untuned(rows: list[Row]) -> list[str]:
@@ -310,6 +310,14 @@ def _missed(goal: Goal, row: Row) -> str | None:
             "it comes no nearer"
         )
     active = row.active_ffn_fraction
+    if active == 1 and row.ffn_macs < 1:
+        # Whole blocks are gone, or all layers are narrower.
+        if abs(row.ffn_macs - (1 - goal.at)) <= NEAR:
+            return None
+        return (
+            f"{_where(goal)}{row.method} runs {row.ffn_macs:.1%} of the FFNs' "
+            "multiply-accumulates: it comes no nearer"
+        )
     distance = abs(active - (1 - goal.at))
     if distance <= NEAR or not (row.routes or row.repairs):
         return None

@@ -44,6 +44,12 @@ class Evaluation:
     length: int
     max_tokens: int
 
+    @property
+    def window(self) -> int:
+        """Tokens of a window, as far as the shortest text gives them."""
+        texts = [ids[: self.max_tokens] for ids in self.texts.values()]
+        return min(self.length, *(len(ids) for ids in texts))
+
     def perplexities(self, model: Any) -> dict[str, float]:
         values = {}
         for name, ids in self.texts.items():
@@ -254,7 +260,7 @@ def _note_on_prompt(plan: Plan, evaluation: Evaluation) -> list[str]:
     if router is None or router.prompt is None:
         return []
     return [
-        f"the first {router.prompt} of {evaluation.length} tokens of every window run "
+        f"the first {router.prompt} of {evaluation.window} tokens of every window run "
         "whole; work is that of a token after them"
     ]
 

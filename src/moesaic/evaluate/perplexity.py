@@ -157,5 +157,5 @@ def check_windows(moe: MoEConfig, length: int) -> None:
     raise MoesaicError(
         f"method {moe.name!r} with prompt={prompt} runs {first} tokens of a "
         f"window whole, and windows have {length}: perplexity would be the dense "
-        "model's; take a prompt shorter than --sequence-length"
+        "model's; take a prompt shorter than --sequence-length and the text"
     )

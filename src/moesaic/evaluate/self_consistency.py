@@ -62,7 +62,7 @@ def probabilities(
     if lengths is not None:
         mean_length = sum(lengths) / len(lengths)
         scores = [
-            score / length * mean_length
+            score / max(length, 1) * mean_length
             for score, length in zip(scores, lengths, strict=True)
         ]
     best = max(scores)

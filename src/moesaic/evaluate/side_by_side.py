@@ -38,8 +38,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Perplexity on every SOURCE of `text`.
 
-    Gives model, perplexity and tokens by source, and active_ffn_fraction (None for a
-    mixture that is not ours). Where thresholds decide also `choices` by source: the share
+    Gives model, perplexity and tokens by source, active_ffn_fraction (None for a
+    mixture that is not ours), dtype, and prompt where so many tokens of every window run
+    whole. Where thresholds decide also `choices` by source: the share
     of a token's units (experts, neurons, inputs) that ran, and the planned one, which
     active_ffn_fraction goes by. With `against` also the dense model's, under that key,
     and `ratio`. The default text is the demo's for what came from the demo model, else
@@ -51,9 +52,7 @@ def evaluate(
     names = [model] if against is None else [model, against]
     configs = [load_config(name, trust_remote_code) for name in names]
     length = window_length(configs, sequence_length)
-    for config in configs:
-        if is_converted(config):
-            check_windows(config.moesaic, length)
+    _check_windows(configs, length)
     if text is None:
         text = [_default_text(model, configs[0])]
     if max_tokens is not None and max_tokens < 2:
@@ -74,6 +73,9 @@ def evaluate(
                 f"{model} and {against} cut {source} into different tokens: "
                 "not comparable"
             )
+
+    shortest = min(len(ids[:max_tokens]) for ids in texts[0].values())
+    _check_windows(configs, min(length, shortest))
 
     rows = []
     for name, ids_by_source in zip(names, texts, strict=True):
@@ -104,7 +106,11 @@ def evaluate(
             "perplexity": values,
             "tokens": predicted,
             "active_ffn_fraction": active_ffn_fraction_of(loaded),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
         }
+        prompt = prompt_of(loaded.config)
+        if prompt is not None:
+            row["prompt"] = prompt
         if shares:
             row["choices"] = shares
         rows.append(row)
@@ -120,6 +126,20 @@ def evaluate(
         result["against"] = dense
         result["ratio"] = ratio
     return result
+
+
+def _check_windows(configs: list[Any], length: int) -> None:
+    for config in configs:
+        if is_converted(config):
+            check_windows(config.moesaic, length)
+
+
+def prompt_of(config: Any) -> int | None:
+    """Tokens of a window that run whole, where they choose for the others."""
+    if not is_converted(config) or config.moesaic.router is None:
+        return None
+    prompt: int | None = config.moesaic.router.prompt
+    return prompt
 
 
 def _default_text(model: str, config: Any) -> str:

@@ -368,11 +368,11 @@ def _scores(config: Any, tokens: int) -> float:
 
 def _head_dims(config: Any) -> tuple[int, int]:
     """Numbers of a head's key, and of its value."""
-    value_dim: int | None = getattr(config, "v_head_dim", None)
-    if value_dim:  # DeepSeek's: keys with and without a position
-        key_dim: int = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return key_dim, value_dim
     head_dim = getattr(config, "head_dim", None)
     if not head_dim:
         head_dim = config.hidden_size // config.num_attention_heads
-    return head_dim, head_dim
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    unplaced = getattr(config, "qk_nope_head_dim", None)
+    if unplaced:  # DeepSeek's: keys with and without a position
+        return unplaced + config.qk_rope_head_dim, value_dim
+    return head_dim, value_dim

@@ -20,7 +20,7 @@ from typing import Any
 
 from moesaic._version import __version__
 from moesaic.calibration.text import read_documents
-from moesaic.errors import MoesaicError, reason_of
+from moesaic.errors import MoesaicError, is_of_disk, reason_of
 from moesaic.evaluate.task_data import check_files
 from moesaic.evaluate.tasks import TASKS, load_questions
 from moesaic.experiments.contents import (
@@ -236,14 +236,17 @@ def _make_all(
         progress(
             f"{number} of {len(undone)}: {experiment.label}, {experiment.name}{outlook}"
         )
+        study.broken.clear()
         try:
             _make(experiment, study, settings)
-        except OSError:  # a disk that is full or gone
-            raise
         except Exception as error:  # of methods, of libraries, of memory
+            if is_of_disk(error):
+                raise
             done.failed[experiment.name] = reason_of(error)
         else:
             done.made += 1
+            if study.broken:
+                done.failed[experiment.name] = f"in part, {study.broken[0]}"
         spent += experiment.cost
         _write_list(experiments, study, settings, done.failed)
     _write_list(experiments, study, settings, done.failed)
@@ -271,6 +274,7 @@ def _make(
         "title": experiment.title,
         "settings": settings,
         **table.numbers(),
+        "broken": list(study.broken),
         "times": {"seconds": seconds, "rows": table.times()},
         "versions": {name: version(name) for name in _VERSIONS},
     }
@@ -319,7 +323,7 @@ def _is_whole(
         values = json.loads(path.read_text("utf-8"))
         earlier = values["settings"]
         differing = {key for key in settings if earlier[key] != settings[key]}
-        same = differing <= unused
+        same = differing <= unused and not values["broken"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     others = [path.with_suffix(suffix) for suffix in (".md", ".png")]

@@ -52,11 +52,14 @@ class Study:
     dtype: str = "auto"
     trust_remote_code: bool = False
     tell: Callable[[str], Any] = field(default=lambda line: None)
+    broken: list[str] = field(
+        default_factory=list
+    )  # rows of the table that is made
 
     @property
     def paper_model(self) -> str:
         """The paper's model whose numbers stand beside ours."""
-        name = self.model.lower()
+        name = Path(self.model).name.lower()
         for part, label in _PAPER_MODELS.items():
             if part in name:
                 return label

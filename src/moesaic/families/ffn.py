@@ -14,6 +14,14 @@ from torch.nn.functional import linear, normalize
 from transformers.activations import ACT2FN
 
 
+def unit_rows(x_RD: Tensor) -> Tensor:
+    """Rows of length 1, and those of zeros as they are.
+
+    In float32: what keeps a row of zeros from a division by zero is none in float16.
+    """
+    return normalize(x_RD.float(), dim=-1).to(x_RD.dtype)
+
+
 @dataclass(frozen=True)
 class DenseFFN:
     """h = act(gate x) * (up x), or act(up x) without a gate (paper, eq. 3).
@@ -67,10 +75,10 @@ class DenseFFN:
 
     def with_unit_rows(self) -> DenseFFN:
         """The same FFN, every row of gate and up of unit length (method cmoe-code)."""
-        up_FD = normalize(self.up_FD, dim=1)
+        up_FD = unit_rows(self.up_FD)
         gate_FD = self.gate_FD
         if gate_FD is not None:
-            gate_FD = normalize(gate_FD, dim=1)
+            gate_FD = unit_rows(gate_FD)
         return replace(self, up_FD=up_FD, gate_FD=gate_FD)
 
     def subset(self, index_N: Tensor) -> DenseFFN:

@@ -214,7 +214,20 @@ def find_dense_ffns(model: Any, stack: LayerStack) -> FFNs:
     )
     for layer in range(len(ffns.layers)):
         _check_layer(ffns, layer)
+    _check_apart(ffns)
     return ffns
+
+
+def _check_apart(ffns: FFNs) -> None:
+    """Every layer has a module of its own."""
+    seen: dict[int, int] = {}
+    for layer in range(len(ffns.layers)):
+        other = seen.setdefault(id(ffns.layers[layer]), layer)
+        if other != layer:
+            raise MoesaicError(
+                f"{ffns.name}: layers {other} and {layer} are one module, which would be "
+                "converted twice; such models are not supported"
+            )
 
 
 def _find_pattern(stack: LayerStack) -> tuple[str, Pattern]:
@@ -256,6 +269,11 @@ def activation_of(model: Any, name: str) -> str:
     for key in _ACTIVATION_KEYS:
         activation = getattr(config, key, None)
         if isinstance(activation, str) and activation in ACT2FN:
+            if getattr(ACT2FN[activation], "state_dict", dict)():
+                raise MoesaicError(
+                    f"{name}: its activation {activation!r} has weights of its own, which a "
+                    "converted model would not have; such models are not supported"
+                )
             return activation
     keys = ", ".join(_ACTIVATION_KEYS)
     raise MoesaicError(

@@ -223,8 +223,8 @@ def _router_words(layers: list[LayerReport]) -> list[str]:
     oracle = mean_reference(layers, "oracle")
     if unrepaired is not None and oracle is not None:
         sentence += (
-            f". Without repair a layer loses {percent(unrepaired)}, with the choice of "
-            f"an oracle that runs as many for every token {percent(oracle)}"
+            f". By the dense weights a layer loses {percent(unrepaired)} with this choice, "
+            f"{percent(oracle)} with that of an oracle that runs as many for every token"
         )
     return [f"{sentence}."]
 
@@ -298,7 +298,9 @@ def _counted(record: Record) -> list[str]:
         f"Counted for one token, over the dense model: {macs:.2f} of the "
         f"multiply-accumulates, {read:.2f} of the bytes of weights."
     ]
-    if report.macs >= report.dense_macs:
+    if record.prompts_run_all:
+        sentences.append("A prompt runs all neurons, as the dense model does.")
+    elif report.macs >= report.dense_macs:
         sentences.append(
             "That is more work for a prompt than the dense model does"
             + (

@@ -26,7 +26,7 @@ REFERENCES = {
     "static": "static pruning",
     "static-repaired": "static pruning, repaired",
     "random": "random neurons",
-    "unrepaired": "without its repair",
+    "unrepaired": "what it chooses, by the dense weights",
     "oracle": "oracle",
     "neuron-oracle": "neuron oracle",
 }

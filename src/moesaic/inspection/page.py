@@ -261,12 +261,15 @@ def _work(record: Record) -> list[Bars]:
     if report is None:
         return []
     found = []
+    waits = "what a long prompt or a batch waits for"
+    if record.prompts_run_all:
+        waits = "a prompt runs all neurons instead, as the dense model does"
     for title, own, dense, caption in (
         (
             "Multiply-accumulates for one token",
             report.macs,
             report.dense_macs,
-            "what a long prompt or a batch waits for",
+            waits,
         ),
         (
             "Bytes of weights read for one token",

@@ -37,6 +37,9 @@ class Record:
     active_ffn_fraction: float
     report: ConversionReport | None
     recovery: dict[str, Any] | None
+    prompts_run_all: bool = (
+        False  # all neurons, where tokens of an answer run some
+    )
 
     @property
     def base(self) -> str:
@@ -146,7 +149,16 @@ def read_record(model: str, trust_remote_code: bool = False) -> Record:
         active_ffn_fraction=active_ffn_fraction(config),
         report=_read(folder / CONVERSION_FILE, ConversionReport.from_dict),
         recovery=_read(folder / RECOVERY_FILE, _checked_recovery),
+        prompts_run_all=_prompts_run_all(config),
     )
+
+
+def _prompts_run_all(config: Any) -> bool:
+    """Whether every converted layer runs all neurons for a prompt."""
+    if not is_converted(config) or not config.moesaic.sizes:
+        return False
+    moe = config.moesaic
+    return all(moe.block.all_run_in_prompts(sizes) for sizes in moe.sizes)
 
 
 def _provenance(config: Any) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet
-from moesaic.calibration.checks import check_on
+from moesaic.calibration.checks import check_inputs, check_on
 from moesaic.calibration.hidden_states import Stream
 from moesaic.errors import MoesaicError
 from moesaic.methods.base import (
@@ -143,6 +143,7 @@ def profile_layers(
     centroids = {}
     dense = Stream(ffns, clustered, stream.device)
     for layer in range(len(ffns.layers)):
+        check_inputs(dense, layer)
         blocks = list(dense.ffn_inputs(layer))
         if layer in ffns.converted:
             generator = np.random.default_rng([seed, layer])

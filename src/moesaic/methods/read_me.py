@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.calibration.calibration_set import CalibrationSet
+from moesaic.calibration.checks import check_inputs
 from moesaic.calibration.hidden_states import Stream
 from moesaic.errors import MoesaicError
 from moesaic.layout import Layout
@@ -173,6 +174,7 @@ def refactor(
     target_TR = torch.zeros(len(domain_T), domains)
     for layer, module in enumerate(ffns.layers):
         with lent_to(stream.device, module):
+            check_inputs(dense, layer)
             blocks = list(dense.ffn_inputs(layer))
             if layer in ffns.converted:
                 ffn = ffns.read(layer)

@@ -18,6 +18,7 @@ from moesaic.methods.contents import METHODS
 from moesaic.parts.blocks import (
     DEPTH,
     block_changes,
+    check_alike,
     depth_of,
     keep_blocks,
     losses_without,
@@ -52,7 +53,7 @@ class SLEB(ModelMethod):
         if kept == depth and sparsity:
             raise MoesaicError(
                 f"sparsity {sparsity} takes out none of {depth} blocks; take more than "
-                f"{0.5 / depth:.2f}"
+                f"{0.5 / depth:.4g}"
             )
         # Which ones stay is not known yet; any choice is as much work.
         return block_changes(shape.config, range(kept))
@@ -61,6 +62,7 @@ class SLEB(ModelMethod):
         self, model: Any, calibration: Any, plan: Any, run: Any
     ) -> list[Any]:
         """Takes blocks out until as many are left as the plan says."""
+        check_alike(model, plan.model)
         kept = list(range(model.config.get_text_config().num_hidden_layers))
         rounds = len(kept) - plan.moe.changes[DEPTH]
         windows_NL = calibration.windows_NL
@@ -81,6 +83,9 @@ class SLEB(ModelMethod):
         self, model: Any, kept: list[int], windows_NL: Tensor
     ) -> int:
         """The block without which the loss is least; of equal ones the first."""
-        losses = losses_without(model, kept, windows_NL)
+        losses = [
+            loss if math.isfinite(loss) else math.inf
+            for loss in losses_without(model, kept, windows_NL)
+        ]
         least = min(losses)
         return kept[losses.index(least)]

@@ -49,6 +49,26 @@ def block_changes(
     return changes
 
 
+def check_alike(model: Any, name: str) -> None:
+    """Raises MoesaicError for a model whose blocks hold different parameters.
+
+    What is left would then be more or less work than planned, and configurations say
+    which block is of which kind in many ways.
+    """
+    first: dict[str, Any] = {}
+    for layer, block in enumerate(find_ffns(model).layers):
+        shapes = {
+            key: tuple(tensor.shape)
+            for key, tensor in block.state_dict().items()
+        }
+        first = first or shapes
+        if shapes != first:
+            raise MoesaicError(
+                f"{name}: block {layer} is of another kind than block 0; whole blocks are "
+                "taken only out of models whose blocks are all alike; take another method"
+            )
+
+
 def keep_blocks(model: Any, kept: Sequence[int]) -> None:
     """Takes all other blocks out of a model, in place, and out of its configuration.
 
