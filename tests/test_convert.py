@@ -498,7 +498,6 @@ def test_static_keeps_the_best_neurons_without_a_router() -> None:
         ({"layout": None, "target_ratio": "1.03"}, "target ratio '1.03': a number is needed"),
         ({"dense_layers": 0}, "dense layers 0: several numbers are needed"),
         ({"experts": 3}, "experts 3: several numbers are needed"),
-        ({"dtype": "float8"}, "unknown dtype 'float8'"),
         ({"layout": None, "recipe": "moesaic", "grain": 3}, "unknown grain 3"),
         ({"recipe": "moesaic", "grain": "fine"}, "grain fine and layout S3A3E8: give one"),
         ({"recipe": None}, "unknown method 'None'"),

@@ -231,7 +231,7 @@ def test_no_perplexity_is_told_of_a_text_that_is_all_prompt(most: int, tmp_path:
         evaluate(str(tmp_path / "moe"), ["demo"], max_tokens=most)
     with pytest.raises(MoesaicError, match="and windows have 100"):
         moesaic.compare(
-            "demo", ["griffin"], calibration="demo", sparsity=0.5, samples=2, seeds=1,
+            "demo", ["griffin"], calibration=["demo"], sparsity=[0.5], samples=2, seeds=1,
             sequence_length=256, max_tokens=100,
         )  # fmt: skip
     result = evaluate(str(tmp_path / "moe"), ["demo"], max_tokens=64, sequence_length=64)

@@ -415,7 +415,7 @@ class _Conversion:
             "configuration": digest_of_config(self.plan.dense_config),
             "method": self.plan.method.to_dict(),
             "layout": moe.layout,
-            "budget": str(self.options.budget),
+            "sparsity": self.options.budget.skipped,
             "experts": experts,
             "layers": moe.layers,
             "seed": self.options.seed,
