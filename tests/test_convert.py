@@ -493,7 +493,7 @@ def test_static_keeps_the_best_neurons_without_a_router() -> None:
         ({"device": "cpu"}, "keeps its dtype and device"),
         ({"seed": -1}, "outside 0"),
         ({"seed": None}, "whole numbers"),
-        ({"sequence_length": 32.0}, "sequence length 32.0 is outside 2..64"),
+        ({"sequence_length": 32.0}, "sequence length 32.0: a whole number"),
         ({"layout": None, "sparsity": "0.25"}, "sparsity '0.25': a number is needed"),
         ({"layout": None, "target_ratio": "1.03"}, "target ratio '1.03': a number is needed"),
         ({"dense_layers": 0}, "dense layers 0: several numbers are needed"),

@@ -877,11 +877,18 @@ def test_what_is_measured_after_training_computes_experts_under_masks(
         seen.append([block.view is not None for block in blocks_of(model)])
         return 1.0
 
+    measure = run_module.measure_loads
+
+    def note_loads(model: Any, *arguments: Any) -> Any:
+        note(model)
+        return measure(model, *arguments)
+
     monkeypatch.setattr(run_module, "refit_thresholds", note)
+    monkeypatch.setattr(run_module, "measure_loads", note_loads)
     monkeypatch.setattr(save_module, "heldout_perplexity", note)
     tuned(folder, tmp_path / "out", samples=8, merge=merge)
-    while_wrapped = seen[:1] if merge else seen
-    assert len(while_wrapped) == (1 if merge else 2)
+    while_wrapped = seen[:2] if merge else seen
+    assert len(while_wrapped) == (2 if merge else 3)
     assert all(all(views) for views in while_wrapped)
 
 
@@ -915,7 +922,7 @@ def tuned_input(tmp_path: Path) -> dict[str, Any]:
         ({"rank": 10**10}, "rank 10000000000 is above the model's hidden size 32"),
         ({"rank": None}, "rank None: a whole number"),
         ({"epochs": None}, "epochs None: a whole number"),
-        ({"sequence_length": 32.0}, "sequence length 32.0 is outside"),
+        ({"sequence_length": 32.0}, "sequence length 32.0: a whole number"),
         ({"seed": 1.5}, "seed 1.5 is outside"),
         ({"alpha": None}, "alpha None: a number"),
         ({"lora_lr": "1e-3"}, "lora lr 1e-3: a number"),

@@ -234,6 +234,12 @@ def test_no_perplexity_is_told_of_a_text_that_is_all_prompt(most: int, tmp_path:
             "demo", ["griffin"], calibration=["demo"], sparsity=[0.5], samples=2, seeds=1,
             sequence_length=256, max_tokens=100,
         )  # fmt: skip
+    others = moesaic.compare(
+        "demo", ["griffin", "static"], references=(), calibration=["demo"], sparsity=[0.5],
+        samples=2, seeds=1, sequence_length=256, max_tokens=100,
+    )  # fmt: skip
+    assert [row["method"] for row in others["rows"]] == ["static"]
+    assert "windows have 100" in others["missing"][0]["reason"]
     result = evaluate(str(tmp_path / "moe"), ["demo"], max_tokens=64, sequence_length=64)
     assert result["prompt"] == 16
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,13 @@ def test_what_was_said_and_is_no_default(said: dict[str, Any], expected: str) ->
     values: dict[str, Any] = {"recipe": "moesaic", "layout": None, "calibration": "demo"} | said
     options = make_options("some/where/m", **values)
     assert python_call(options, "m") == expected
+
+
+def test_texts_are_named_without_their_folders(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("{}")
+    for source, expected in (("x.jsonl", "x.jsonl"), ("x.jsonl:body", "x.jsonl:body")):
+        options = make_options("m", "cmoe", "S3A3E8", str(tmp_path / source))
+        assert f"calibration='{expected}'" in python_call(options, "m")
 
 
 def test_recovery_is_said_too() -> None:

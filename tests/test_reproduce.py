@@ -34,6 +34,7 @@ from moesaic.experiments.scales import SCALES, with_prompts_within
 from moesaic.experiments.study import Study
 from moesaic.experiments.table import Column, Line, Panel, Row, Table
 from moesaic.experiments.texts import Text, prepare_texts, smoke_text
+from moesaic.output.draft import open_draft
 
 CHEAP = "hidden_states,activation_rates,domain_overlap,load_balance"
 CONFIG_FOLDER = Path(import_module("moesaic.experiments").__path__[0]) / "configs"
@@ -247,6 +248,23 @@ def test_a_full_disk_ends_the_run(
     else:
         done = reproduce("demo", tmp_path / "out", tables="load_balance")
         assert list(done.failed) == ["load_balance"]
+
+
+def test_what_was_raised_from_a_full_disk_is_one(tmp_path: Path) -> None:
+    study = Study("demo", SCALES["smoke"], tmp_path, {})
+
+    def fail(number: int) -> Callable[[], None]:
+        def make() -> None:
+            with open_draft(tmp_path / "out", {}, resume=False):
+                raise OSError(number, "made to fail")
+
+        return make
+
+    with pytest.raises(MoesaicError, match="no space left on the disk"):
+        attempt("cmoe", [], study, fail(errno.ENOSPC))
+    shutil.rmtree(tmp_path / "out.partial", ignore_errors=True)
+    assert attempt("cmoe", [], study, fail(errno.ETIMEDOUT)) is None
+    assert len(study.broken) == 1
 
 
 def test_the_paper_s_numbers_go_by_the_model_and_not_by_its_folders(tmp_path: Path) -> None:

@@ -18,7 +18,23 @@ class LostError(RuntimeError):
 def is_of_disk(error: BaseException) -> bool:
     """Whether a disk is full, gone or not to be written on: nothing more can be kept."""
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-    return isinstance(error, OSError) and error.errno in numbers
+    found = _origin(error)
+    return isinstance(found, OSError) and found.errno in numbers
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same may work another time: what failed is no rule of ours."""
+    return not isinstance(_origin(error), MoesaicError)
+
+
+def _origin(error: BaseException) -> BaseException:
+    """What an error of ours was raised from, where that is the system's or torch's."""
+    cause = error.__cause__
+    if isinstance(error, MoesaicError) and isinstance(
+        cause, OSError | MemoryError | RuntimeError
+    ):
+        return cause
+    return error
 
 
 def reason_of(error: BaseException) -> str:

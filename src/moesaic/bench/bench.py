@@ -291,7 +291,7 @@ def _keys_gib(config: Any, tokens: int) -> float:
         return 0.0
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
-        return 0.0
+        return 0.0  # its heads differ by layer
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads

@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-_FAMILIES = ("gemma", "gemma2", "gemma3_text")
-
 
 def first_token(config: Any) -> int | None:
     """What every window of a model must begin with; None where nothing must."""
-    family = getattr(config, "base_model_type", None)  # of what was converted
-    if (family or getattr(config, "model_type", None)) not in _FAMILIES:
+    kind = getattr(config, "base_model_type", None)  # of what was converted
+    if kind is None:
+        kind = config.model_type
+    if "gemma" not in kind:
         return None
-    token: int | None = config.bos_token_id
+    token: int | None = config.get_text_config().bos_token_id
     return token
 
 

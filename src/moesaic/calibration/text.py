@@ -45,7 +45,7 @@ _HUB = {
         "allenai/c4",
         calibration="train",
         heldout="validation",
-        # Some 36 million characters of 800, and those that papers evaluate on.
+        # Some 36 million characters, of 800 million; and what papers evaluate on.
         most=16_384,
         most_heldout=1_100,
         files={
@@ -175,6 +175,14 @@ def place_of(name: str) -> tuple[Path, str]:
     """What two names of one source have in common: its file and the field of it."""
     path, field = _path_and_field(name)
     return path.resolve(), field or _USUAL_FIELD
+
+
+def public_text(name: str) -> str:
+    """What a source is called without private folders."""
+    path, field = _path_and_field(name)
+    if not path.is_file():
+        return name
+    return path.name if field is None else f"{path.name}:{field}"
 
 
 def _path_and_field(name: str) -> tuple[Path, str | None]:

@@ -21,7 +21,12 @@ from moesaic.calibration.checks import (
 from moesaic.calibration.first_token import first_token
 from moesaic.calibration.hidden_states import check_stream
 from moesaic.calibration.text import has_heldout_split, place_of, to_ids
-from moesaic.comparison.entries import Entries, Entry, make_entries
+from moesaic.comparison.entries import (
+    Entries,
+    Entry,
+    make_entries,
+    without_short_windows,
+)
 from moesaic.comparison.missing import CONVERSION, TUNING, Missing
 from moesaic.comparison.options import (
     TEXT_TOKENS,
@@ -34,7 +39,6 @@ from moesaic.comparison.trials import Evaluation, Trials, pass_seconds
 from moesaic.conversion.options import check_grain_or_layout
 from moesaic.conversion.prepare import hold_out, usual_samples
 from moesaic.errors import MoesaicError, reason_of
-from moesaic.evaluate.perplexity import check_windows
 from moesaic.families import find_ffns
 from moesaic.families.load import (
     choose_device,
@@ -197,6 +201,7 @@ def run_comparison(
     progress("planning")
     planned = make_entries(options, config)
     tokens = _read_tokens(options, planned.entries, config)
+    planned = without_short_windows(planned, tokens.evaluation.window)
     dense = load_model(options.model, options.dtype, trust, device)
     with widened_products(dense.dtype, device):
         return _compared(
@@ -313,8 +318,6 @@ def _read_tokens(
         for seed in range(options.seeds)
     ]
     evaluation = Evaluation(texts, length, options.max_tokens)
-    for entry in entries:
-        check_windows(entry.plan.moe, evaluation.window)
     return _Tokens(source_ids, length, calibration_sets, evaluation)
 
 

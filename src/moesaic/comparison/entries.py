@@ -91,15 +91,51 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
                 )
             else:
                 entries.append(entry)
-    if options.methods and not any(entry.role == METHOD for entry in entries):
-        first = next(row for row in missing if row.role == METHOD)
-        raise MoesaicError(first.words)
+    _check_some_left(entries, missing)
     if "static-repaired" in {method.name for method in methods}:
         for goal in options.goals:
             equal_work = _static_of_equal_work(entries, config, goal)
             if equal_work is not None:
                 entries.append(equal_work)
     return Entries(entries, missing)
+
+
+def without_short_windows(planned: Entries, window: int) -> Entries:
+    """Without those that run every token of windows of that length whole.
+
+    Raises MoesaicError where no method is left.
+    """
+    entries = []
+    missing = list(planned.missing)
+    for entry in planned.entries:
+        try:
+            check_windows(entry.plan.moe, window)
+        except MoesaicError as error:
+            goal = entry.goal
+            reason = reason_of(error)
+            missing.append(
+                Missing(
+                    entry.label,
+                    entry.role,
+                    goal.equal,
+                    goal.at,
+                    PLANNING,
+                    reason,
+                )
+            )
+        else:
+            entries.append(entry)
+    _check_some_left(entries, missing)
+    return Entries(entries, missing)
+
+
+def _check_some_left(entries: list[Entry], missing: list[Missing]) -> None:
+    """Raises MoesaicError, with the first reason, where no method that was asked is left."""
+    if any(entry.role == METHOD for entry in entries):
+        return
+    for row in missing:
+        if row.role == METHOD:
+            raise MoesaicError(row.words)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def make_options(
 
 
 def _check_number(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, int | float):
+    if value is not None and not isinstance(value, Real):
         raise MoesaicError(f"{name} {value!r}: a number is needed")
 
 

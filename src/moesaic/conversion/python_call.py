@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from moesaic.calibration.text import public_text
 from moesaic.conversion.options import ConvertOptions
 from moesaic.methods.base import Method
 
@@ -24,7 +25,7 @@ def python_call(options: ConvertOptions, model: str, **more: object) -> str:
         "sparsity": budget.sparsity,
         "grain": None if budget.grain == "medium" else budget.grain,
         "target_ratio": options.target_ratio,
-        "calibration": options.calibration if named else ...,
+        "calibration": public_text(options.calibration) if named else ...,
         "samples": options.samples,
         "sequence_length": options.sequence_length,
         "experts": scope.experts,

@@ -360,8 +360,8 @@ class Run:
         replacement.made = None  # its repairs are as large as the layer
         if not math.isfinite(report.relative_error):
             raise MoesaicError(
-                f"layer {layer} of {self.plan.model}: its FFN puts out NaN or infinity on the "
-                "calibration text"
+                f"layer {layer} of {self.plan.model}: what replaces its FFN puts out NaN or "
+                "infinity on the calibration text"
             )
         wants_goals = self.undo_drift and method.undoes_drift
         if wants_goals and not self.stream.adds_ffn(layer):

@@ -79,7 +79,8 @@ def perplexity(
         windows, length = ids_BL.shape
         predicted += windows * (length - 1)
         if progress is not None:
-            progress(ids_BL.numel())
+            of_text = length if first is None else length - 1
+            progress(windows * of_text)
     loss = share.total(loss)
     predicted = int(share.total(predicted))
     mean_loss = loss / predicted

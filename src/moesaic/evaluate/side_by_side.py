@@ -40,11 +40,10 @@ def evaluate(
 
     Gives model, perplexity and tokens by source, active_ffn_fraction (None for a
     mixture that is not ours), dtype, and prompt where so many tokens of every window run
-    whole. Where thresholds decide also `choices` by source: the share
-    of a token's units (experts, neurons, inputs) that ran, and the planned one, which
-    active_ffn_fraction goes by. With `against` also the dense model's, under that key,
-    and `ratio`. The default text is the demo's for what came from the demo model, else
-    wikitext2.
+    whole. Where thresholds decide also `choices` by source: the share of a token's units
+    (experts, neurons, inputs) that ran, and the planned one, which active_ffn_fraction
+    goes by. With `against` also the dense model's, under that key, and `ratio`. The
+    default text is the demo's for what came from the demo model, else wikitext2.
     `progress(name, tokens)` returns what is told of each batch. Raises MoesaicError for
     bad input, and where the two models cut a text into different tokens. Costs one
     forward pass over the text per model, and where thresholds decide the choice once more.

@@ -58,6 +58,9 @@ _MARK = "reproduce.json"  # what the folder was made with
 _VERSIONS = ("torch", "transformers", "moesaic")
 
 
+IN_PART = "in part"  # a table some of whose rows may come another time
+
+
 @dataclass
 class Done:
     """How many tables, how long it took, and the reasons of those that failed."""
@@ -246,7 +249,7 @@ def _make_all(
         else:
             done.made += 1
             if study.broken:
-                done.failed[experiment.name] = f"in part, {study.broken[0]}"
+                done.failed[experiment.name] = f"{IN_PART}, {study.broken[0]}"
         spent += experiment.cost
         _write_list(experiments, study, settings, done.failed)
     _write_list(experiments, study, settings, done.failed)
@@ -323,7 +326,7 @@ def _is_whole(
         values = json.loads(path.read_text("utf-8"))
         earlier = values["settings"]
         differing = {key for key in settings if earlier[key] != settings[key]}
-        same = differing <= unused and not values["broken"]
+        same = differing <= unused and not values.get("broken")
     except (OSError, ValueError, KeyError, TypeError):
         return False
     others = [path.with_suffix(suffix) for suffix in (".md", ".png")]
@@ -348,6 +351,8 @@ def _write_list(
         entry = f"- {row.label}, {row.title}"
         if row.name in failed:
             lines.append(f"{entry}: failed, {failed[row.name]}")
+            if failed[row.name].startswith(IN_PART):
+                lines[-1] += f"; [{row.name}]({row.name}.md)"
         elif _is_whole(study, row, settings):
             lines.append(f"{entry}: [{row.name}]({row.name}.md)")
         elif row in asked_for:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from moesaic.errors import MoesaicError, is_of_disk, reason_of
+from moesaic.errors import is_of_disk, may_pass, reason_of
 from moesaic.experiments.study import LAYOUT, SPARSITY, Study
 from moesaic.experiments.table import Column, Row, Value
 
@@ -38,8 +38,8 @@ def attempt(
 ) -> Made | None:
     """What `make` gives; None and a note where it cannot be: the others go on.
 
-    A disk that is full or gone is no such reason. What is no rule of ours may be another
-    time: the study remembers it.
+    A disk that is full or gone is no such reason. What may work another time the study
+    remembers.
     """
     try:
         return make()
@@ -48,7 +48,7 @@ def attempt(
             raise
         reason = reason_of(error).replace(str(study.folder), "DIR")
         notes.append(f"{name}: {reason}")
-        if not isinstance(error, MoesaicError):
+        if may_pass(error):
             study.broken.append(f"{name}: {reason}")
         return None
 

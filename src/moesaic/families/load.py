@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
@@ -181,7 +182,13 @@ def window_length(configs: list[Any], length: int | None) -> int:
     context = min(context_of(config) for config in configs)
     if length is None:
         length = min(_DEFAULT_WINDOW, context)
-    if not isinstance(length, int) or not 2 <= length <= context:
+    try:
+        length = operator.index(length)
+    except TypeError as error:
+        raise MoesaicError(
+            f"sequence length {length}: a whole number is needed"
+        ) from error
+    if not 2 <= length <= context:
         raise MoesaicError(
             f"sequence length {length} is outside 2..{context}, the model's context"
         )

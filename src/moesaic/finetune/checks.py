@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _check_rates(options: FinetuneOptions) -> None:
     if options.lora_lr is not None:
         positive["lora lr"] = options.lora_lr
     for name, value in positive.items():
-        is_number = isinstance(value, int | float)
+        is_number = isinstance(value, Real)
         if not is_number or not 0 < value < MOST_RATE:
             raise MoesaicError(
                 f"{name} {value}: a number above 0 and below {MOST_RATE:g} is needed"
@@ -78,7 +79,7 @@ def _check_rates(options: FinetuneOptions) -> None:
         "balance rate": options.balance_rate,
     }
     for name, value in may_be_zero.items():
-        is_number = isinstance(value, int | float)
+        is_number = isinstance(value, Real)
         if not is_number or not 0 <= value < MOST_RATE:
             raise MoesaicError(
                 f"{name} {value}: a number at least 0 and below {MOST_RATE:g} is needed"
