@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moesaic.conversion.options import make_options
+from moesaic.conversion.prepare import source_name
 from moesaic.conversion.python_call import python_call
 
 
@@ -53,3 +54,9 @@ def test_recovery_is_said_too() -> None:
     call = python_call(options, "m", recover=4096, tune_dense=True)
     assert call.endswith("calibration='demo', recover=4096, tune_dense=True)")
     assert "tune_dense" not in python_call(options, "m", recover=4096, tune_dense=None)
+
+
+def test_reports_name_texts_without_their_folders_too(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("{}")
+    assert source_name(str(tmp_path / "x.jsonl:body")) == "x.jsonl:body"
+    assert source_name({"one": tmp_path / "x.jsonl", "other": "c4"}) == "x.jsonl + c4"

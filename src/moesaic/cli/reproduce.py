@@ -88,9 +88,11 @@ def reproduce_command(
         f"{done.made} made in {duration(done.seconds)}, {done.kept} were there; "
         f"see {output}/README.md"
     )
-    if done.failed:
-        for name, reason in done.failed.items():
-            err.print(f"error: {name}: {reason}", highlight=False)
+    for name, reason in done.failed.items():
+        err.print(f"error: {name}: {reason}", highlight=False)
+    for name, reason in done.in_part.items():
+        err.print(f"error: {name}, in part: {reason}", highlight=False)
+    if done.failed or done.in_part:
         raise typer.Exit(BAD_INPUT)
 
 

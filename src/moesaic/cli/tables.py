@@ -60,7 +60,7 @@ DEAD = "dead: experts that hardly any token runs"
 # What a task may be measured by.
 TASK_METRICS = {
     "acc": "acc: the answer to which the model gives the highest probability is right",
-    "acc_norm": "acc_norm: as acc, the right answer is the likeliest, log probabilities "
+    "acc_norm": "acc_norm: the right answer is the likeliest once log probabilities are "
     "divided by the answers' lengths",
     "exact_match": "exact_match: the number that the model writes after #### is right",
     "pass@1": "pass@1: the program that the model writes passes its tests",

@@ -85,10 +85,7 @@ def make_entries(options: CompareOptions, config: Any) -> Entries:
             try:
                 entry = planner.entry(method, label, role, goal)
             except Exception as error:  # whatever a method file does
-                reason = reason_of(error)
-                missing.append(
-                    Missing(label, role, goal.equal, goal.at, PLANNING, reason)
-                )
+                missing.append(_left_out(label, role, goal, error))
             else:
                 entries.append(entry)
     _check_some_left(entries, missing)
@@ -111,22 +108,18 @@ def without_short_windows(planned: Entries, window: int) -> Entries:
         try:
             check_windows(entry.plan.moe, window)
         except MoesaicError as error:
-            goal = entry.goal
-            reason = reason_of(error)
             missing.append(
-                Missing(
-                    entry.label,
-                    entry.role,
-                    goal.equal,
-                    goal.at,
-                    PLANNING,
-                    reason,
-                )
+                _left_out(entry.label, entry.role, entry.goal, error)
             )
         else:
             entries.append(entry)
     _check_some_left(entries, missing)
     return Entries(entries, missing)
+
+
+def _left_out(label: str, role: str, goal: Goal, error: Exception) -> Missing:
+    reason = reason_of(error)
+    return Missing(label, role, goal.equal, goal.at, PLANNING, reason)
 
 
 def _check_some_left(entries: list[Entry], missing: list[Missing]) -> None:

@@ -20,7 +20,7 @@ from moesaic.calibration.calibration_set import (
     check_seed,
 )
 from moesaic.calibration.first_token import first_token
-from moesaic.calibration.text import has_heldout_split, to_ids
+from moesaic.calibration.text import has_heldout_split, public_text, to_ids
 from moesaic.conversion.options import ConvertOptions
 from moesaic.conversion.plan import Plan, make_plans
 from moesaic.errors import MoesaicError
@@ -287,8 +287,7 @@ def source_name(calibration: Any) -> str:
         return " + ".join(names)
     if not isinstance(calibration, str | Path):
         return f"a {type(calibration).__name__} in memory"
-    path = Path(calibration)
-    return path.name if path.exists() else str(calibration)
+    return public_text(str(calibration))
 
 
 def _read_config(options: ConvertOptions) -> Any:

@@ -58,17 +58,18 @@ _MARK = "reproduce.json"  # what the folder was made with
 _VERSIONS = ("torch", "transformers", "moesaic")
 
 
-IN_PART = "in part"  # a table some of whose rows may come another time
-
-
 @dataclass
 class Done:
-    """How many tables, how long it took, and the reasons of those that failed."""
+    """How many tables, how long it took, and the reasons of those that failed.
+
+    `in_part`: of those that were made without rows which may come another time.
+    """
 
     made: int = 0
     kept: int = 0
     seconds: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
+    in_part: dict[str, str] = field(default_factory=dict)
 
 
 def reproduce(
@@ -249,10 +250,10 @@ def _make_all(
         else:
             done.made += 1
             if study.broken:
-                done.failed[experiment.name] = f"{IN_PART}, {study.broken[0]}"
+                done.in_part[experiment.name] = study.broken[0]
         spent += experiment.cost
-        _write_list(experiments, study, settings, done.failed)
-    _write_list(experiments, study, settings, done.failed)
+        _write_list(experiments, study, settings, done)
+    _write_list(experiments, study, settings, done)
     done.seconds = time.perf_counter() - started
     return done
 
@@ -337,7 +338,7 @@ def _write_list(
     asked_for: list[Experiment],
     study: Study,
     settings: dict[str, Any],
-    failed: Mapping[str, str],
+    done: Done,
 ) -> None:
     """README.md: which tables there are, of this run or another, and why others are not."""
     scale: Scale = study.scale
@@ -349,10 +350,13 @@ def _write_list(
     ]
     for row in EXPERIMENTS.values():
         entry = f"- {row.label}, {row.title}"
-        if row.name in failed:
-            lines.append(f"{entry}: failed, {failed[row.name]}")
-            if failed[row.name].startswith(IN_PART):
-                lines[-1] += f"; [{row.name}]({row.name}.md)"
+        if row.name in done.failed:
+            lines.append(f"{entry}: failed, {done.failed[row.name]}")
+        elif row.name in done.in_part:
+            reason = done.in_part[row.name]
+            lines.append(
+                f"{entry}: [{row.name}]({row.name}.md), in part: {reason}"
+            )
         elif _is_whole(study, row, settings):
             lines.append(f"{entry}: [{row.name}]({row.name}.md)")
         elif row in asked_for:

@@ -38,7 +38,8 @@ LLAMA = "Llama-2 7B"
 class Study:
     """One model at one scale. `tell` is told of each step.
 
-    `questions` is the digest of what lies in `task_data`.
+    `questions` is the digest of what lies in `task_data`, `broken` are rows of the table
+    in the making that may come another time.
     """
 
     model: str
@@ -52,9 +53,7 @@ class Study:
     dtype: str = "auto"
     trust_remote_code: bool = False
     tell: Callable[[str], Any] = field(default=lambda line: None)
-    broken: list[str] = field(
-        default_factory=list
-    )  # rows of the table that is made
+    broken: list[str] = field(default_factory=list)
 
     @property
     def paper_model(self) -> str:

@@ -30,6 +30,7 @@ class Record:
 
     `provenance` is what its configuration keeps (MoEConfig.provenance). `report` is
     None where the folder holds none, `recovery` where nothing was trained.
+    `prompts_run_all`: all neurons, where tokens of an answer run some.
     """
 
     model: str  # as the user named it
@@ -37,9 +38,7 @@ class Record:
     active_ffn_fraction: float
     report: ConversionReport | None
     recovery: dict[str, Any] | None
-    prompts_run_all: bool = (
-        False  # all neurons, where tokens of an answer run some
-    )
+    prompts_run_all: bool = False
 
     @property
     def base(self) -> str:
